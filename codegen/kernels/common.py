@@ -1,0 +1,39 @@
+"""What the kernels share: symbols of the launch, tensors with run-time strides, pass configuration."""
+
+import tilelang
+import tilelang.language as T
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+
+# Every schedule here is written by hand: roles, barriers and the order of the tensor core's work.
+PASSES = {
+    tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
+    tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
+    tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True,
+    tilelang.PassConfigKey.TL_DISABLE_LOOP_UNSWITCHING: True,
+}
+
+
+def size(name):
+    """A run-time size: the field of that name of KernelParams (csrc/kernel_params.h)."""
+    return T.dynamic(name)
+
+
+def view(name, batch, seqlen, heads, head_dim, dtype):
+    """A View of KernelParams, [batch, seqlen, heads, head_dim] with run-time strides and unit last stride.
+
+    Tiles may reach beyond seqlen and head_dim: TMA fills with zeros on load and clips on store.
+    """
+    strides = [T.dynamic(f"{name}_{axis}_stride", "int64") for axis in ("batch", "seq", "head")]
+    return T.StridedTensor([batch, seqlen, heads, head_dim], [*strides, 1], dtype)
+
+
+def slot(count, stages):
+    """Buffer slot of the count-th tile in a ring of `stages`."""
+    return count % stages
+
+
+def phase(count, stages):
+    """Parity that a consumer waits for at the count-th tile of a ring; a producer waits for its complement."""
+    return (count // stages) & 1

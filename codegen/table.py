@@ -1,0 +1,102 @@
+"""The one table of kernels: every compiled kernel is a row here, and everything else is derived from it.
+
+The CUDA files, the C++ kernel table that selection searches, `gqa_attn.explain` and the support matrix all come from KERNELS.
+What each setting was measured against stands in docs/kernels.md.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel. Head dims are the largest it serves; smaller ones are filled up with zeros by TMA."""
+
+    family: str  # module of codegen/kernels
+    phase: str
+    dtype: str
+    head_dim: int = 0
+    head_dim_v: int = 0
+    causal: bool = False
+    arch: int = 90
+    block_q: int = 0
+    block_kv: int = 0
+    stages_q: int = 1            # query tiles in flight (backward: dout tiles too)
+    stages_kv: int = 1
+    threads: int = 128           # of kernels without warp roles
+    registers: int = 0           # of a compute thread, by setmaxnreg; 0: the compiler's choice
+    producer_registers: int = 24
+    # forward
+    output: str = ""             # how O leaves: "registers", "own_tile" or "q_tile" of shared memory
+    lazy_rescale: int = 0        # O is rescaled when the maximum grew by more than 2 ** this
+    # backward
+    p_16bit: bool = False        # dS from the 16-bit P: saves the registers of the float32 one
+    dk_steps_with_dq: int = 0    # 16-row steps of dK's product issued before dQ is drained
+    stages_ds: int = 1
+    drain_dv: bool = False       # dV's product ends before dS is published
+    zeroed_dq: bool = False      # adds to a zeroed dQ workspace instead of storing the first tile
+    dq_by_rows: bool = False     # warpgroups split dQ by rows, not by columns
+
+    @property
+    def name(self):
+        dims = "x".join(str(d) for d in (self.head_dim, self.head_dim_v) if d)
+        parts = [self.family, f"d{dims}" if dims else "", {"float16": "fp16", "bfloat16": "bf16"}[self.dtype], "causal" if self.causal else ""]
+        return "_".join(p for p in parts if p)
+
+
+DTYPES = ("float16", "bfloat16")
+MASKS = (False, True)
+
+# (head_dim, head_dim_v) -> settings, full and causal
+FORWARD = {
+    (64, 64): dict(block_q=192, block_kv=128, stages_q=2, output="own_tile", registers=160, producer_registers=32),
+    (96, 96): dict(block_q=192, block_kv=96, output="own_tile", lazy_rescale=8, registers=160, producer_registers=32),
+    (128, 128): (
+        dict(block_q=128, block_kv=160, output="q_tile", lazy_rescale=8),
+        dict(block_q=128, block_kv=128, output="own_tile", lazy_rescale=8),
+    ),
+    (192, 128): (
+        dict(block_q=128, block_kv=128, output="registers", lazy_rescale=8),
+        dict(block_q=128, block_kv=128, output="q_tile", lazy_rescale=8),
+    ),
+    (192, 192): dict(block_q=128, block_kv=96, output="q_tile", lazy_rescale=8),
+    (256, 256): dict(block_q=128, block_kv=80, output="q_tile", lazy_rescale=8),
+}
+BACKWARD = {
+    (64, 64): dict(block_q=128, block_kv=128, dk_steps_with_dq=8, stages_ds=2, drain_dv=True, dq_by_rows=True),
+    (96, 96): dict(block_q=64, block_kv=128, dk_steps_with_dq=4, stages_ds=2),
+    (128, 128): dict(block_q=64, block_kv=128, dk_steps_with_dq=4, stages_ds=2),
+    (192, 128): dict(block_q=64, block_kv=128, dk_steps_with_dq=2, p_16bit=True, drain_dv=True),
+}
+BACKWARD_WIDE = {
+    (192, 192): dict(block_q=64, block_kv=64, stages_ds=2),
+    (256, 256): dict(block_q=64, block_kv=64, stages_ds=2),
+}
+
+
+def _main_kernels():
+    families = (
+        ("forward_sm90", "forward", FORWARD, dict(stages_kv=2, registers=240)),
+        ("backward_sm90", "backward", BACKWARD, dict(stages_q=2, registers=240)),
+        ("backward_wide_sm90", "backward", BACKWARD_WIDE, dict(stages_q=2, registers=240, zeroed_dq=True)),
+    )
+    for family, phase, configurations, shared in families:
+        for (head_dim, head_dim_v), settings in configurations.items():
+            by_mask = settings if isinstance(settings, tuple) else (settings, settings)
+            for causal, chosen in zip(MASKS, by_mask):
+                for dtype in DTYPES:
+                    yield Kernel(
+                        family, phase, dtype, head_dim=head_dim, head_dim_v=head_dim_v, causal=causal, **{**shared, **chosen}
+                    )
+
+
+def _backward_helpers():
+    for dtype in DTYPES:
+        for head_dim_v in (64, 128, 256):
+            yield Kernel("prepare_sm90", "backward_prepare", dtype, head_dim_v=head_dim_v, block_q=64)
+        finish = {(dims[0], s["block_q"]) for dims, s in {**BACKWARD, **BACKWARD_WIDE}.items()}
+        for head_dim, block_q in sorted(finish):
+            yield Kernel("finish_sm90", "backward_finish", dtype, head_dim=head_dim, block_q=block_q, threads=256)
+        yield Kernel("reduce_sm90", "backward_reduce", dtype)
+
+
+KERNELS = (*_main_kernels(), *_backward_helpers())

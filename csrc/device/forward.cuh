@@ -1,0 +1,139 @@
+// Device functions of the forward kernels that TileLang has no tile operation for.
+//
+// A warpgroup's wgmma accumulator of N columns is float[N / 2] per thread: element (j * 4 + r * 2 + c) stands in column
+// j * 8 + (lane % 4) * 2 + c of row r * 8 + lane / 4 of the warp's 16 rows. Row vectors are float[2], indexed by r.
+#pragma once
+
+#include <cstdint>
+
+namespace gqa_attn::device {
+
+__device__ __forceinline__ int divide(int a, int b) { return static_cast<int>(static_cast<unsigned>(a) / static_cast<unsigned>(b)); }
+
+// The persistent grid's work in order: sections of `section` head rows (batch * heads + head), within a section all head
+// rows of one query tile before the next tile. With `snake` every other round of the grid runs backwards, so that a block
+// that got a long causal tile gets a short one next.
+template <bool snake>
+__device__ __forceinline__ int work_index(int round, int blocks) {
+  int block = blockIdx.x;
+  return round * blocks + (snake && (round & 1) ? blocks - 1 - block : block);
+}
+
+__device__ __forceinline__ int section_width(int section, int head_rows, int s) { return min(section, head_rows - s * section); }
+
+__device__ __forceinline__ int work_tile(int index, int tiles, int head_rows, int section) {
+  int s = divide(index, tiles * section);
+  return divide(index - s * tiles * section, section_width(section, head_rows, s));
+}
+
+__device__ __forceinline__ int work_head_row(int index, int tiles, int head_rows, int section, int tile) {
+  int s = divide(index, tiles * section);
+  return s * section + index - s * tiles * section - tile * section_width(section, head_rows, s);
+}
+
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// Sum of each row over the four lanes that hold it.
+__device__ __forceinline__ void finish_row_sum(float* row_sum) {
+  row_sum[0] = quad_sum(row_sum[0]);
+  row_sum[1] = quad_sum(row_sum[1]);
+}
+
+// One step of the online softmax (Milakov and Gimelshein 2018): scores become exp2(score * scale_log2 - max), row_max (of raw
+// scores) and the lane's part of row_sum are updated, and rescale gets the factor for what was accumulated before.
+// A maximum that grew by no more than 2 ** lazy keeps the old one: results are the same, the rescaling is skipped.
+template <int N, bool first, int lazy>
+__device__ __forceinline__ void softmax_step(float* scores, float* row_max, float* rescale, float* row_sum, float scale_log2) {
+  float block_max[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    // Four independent chains: the latency of fmaxf and the adds below would otherwise bind.
+    float a[4] = {scores[2 * r], scores[2 * r + 1], scores[4 + 2 * r], scores[4 + 2 * r + 1]};
+#pragma unroll
+    for (int j = 2; j < N / 8; ++j) {
+      a[(j & 1) * 2] = fmaxf(a[(j & 1) * 2], scores[j * 4 + 2 * r]);
+      a[(j & 1) * 2 + 1] = fmaxf(a[(j & 1) * 2 + 1], scores[j * 4 + 2 * r + 1]);
+    }
+    block_max[r] = fmaxf(fmaxf(a[0], a[1]), fmaxf(a[2], a[3]));
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) block_max[r] = quad_max(block_max[r]);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float next = first ? block_max[r] : fmaxf(row_max[r], block_max[r]);
+    if (lazy && !first) next = (next - row_max[r]) * scale_log2 <= static_cast<float>(lazy) ? row_max[r] : next;
+    // -inf: the row has seen no key yet; any finite stand-in keeps exp2(-inf) = 0 where -inf - -inf would be NaN.
+    float shift = next == -INFINITY ? 0.f : next * scale_log2;
+    if (!first) rescale[r] = exp2f(row_max[r] * scale_log2 - shift);
+    row_max[r] = next;
+    float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j) {
+      float x = exp2f(scores[j * 4 + 2 * r] * scale_log2 - shift), y = exp2f(scores[j * 4 + 2 * r + 1] * scale_log2 - shift);
+      scores[j * 4 + 2 * r] = x;
+      scores[j * 4 + 2 * r + 1] = y;
+      sum[(j & 1) * 2] += x;
+      sum[(j & 1) * 2 + 1] += y;
+    }
+    float total = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    row_sum[r] = first ? total : row_sum[r] * rescale[r] + total;
+  }
+}
+
+// Scales accumulated rows; a warp whose factors are all 1 skips it.
+template <int N>
+__device__ __forceinline__ void rescale_rows(float* accum, float* rescale) {
+  if (__any_sync(0xffffffffu, rescale[0] != 1.f || rescale[1] != 1.f)) {
+#pragma unroll
+    for (int j = 0; j < N / 4; ++j) {
+      accum[j * 2] *= rescale[j & 1];
+      accum[j * 2 + 1] *= rescale[j & 1];
+    }
+  }
+}
+
+template <bool bf16>
+__device__ __forceinline__ unsigned pack_pair(float low, float high) {
+  unsigned packed;
+  if constexpr (bf16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// A warpgroup's [64, N] output times `factor` to 16-bit rows at `out`, 16 bytes a lane after a 4 x 4 transpose in each quad.
+// Rows from `rows` on and columns from `columns` (a multiple of 8) on are left alone.
+template <int N, bool bf16>
+__device__ __forceinline__ void store_rows(const float* accum, const float* factor, void* out, int64_t seq_stride, int rows, int columns) {
+  int lane = threadIdx.x & 31, quad_lane = lane & 3, warp = (threadIdx.x >> 5) & 3;
+  bool odd = quad_lane & 1, high = quad_lane & 2;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    int row = warp * 16 + r * 8 + (lane >> 2);
+    char* line = static_cast<char*>(out) + row * seq_stride * 2;
+#pragma unroll
+    for (int g = 0; g < N / 32; ++g) {
+      unsigned u[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        int at = (g * 4 + j) * 4 + 2 * r;
+        u[j] = pack_pair<bf16>(accum[at] * factor[r], accum[at + 1] * factor[r]);
+      }
+      unsigned s = __shfl_xor_sync(0xffffffffu, odd ? u[0] : u[1], 1), t = __shfl_xor_sync(0xffffffffu, odd ? u[2] : u[3], 1);
+      if (odd) { u[0] = s; u[2] = t; } else { u[1] = s; u[3] = t; }
+      s = __shfl_xor_sync(0xffffffffu, high ? u[0] : u[2], 2), t = __shfl_xor_sync(0xffffffffu, high ? u[1] : u[3], 2);
+      if (high) { u[0] = s; u[1] = t; } else { u[2] = s; u[3] = t; }
+      int column = g * 32 + quad_lane * 8;
+      if (row < rows && column < columns) *reinterpret_cast<uint4*>(line + column * 2) = make_uint4(u[0], u[1], u[2], u[3]);
+    }
+  }
+}
+
+}  // namespace gqa_attn::device

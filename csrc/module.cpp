@@ -1,0 +1,108 @@
+// gqa_attn._C: build info, the kernel table and selection, without tensors. Importing it loads libgqa_attn.so, whose ops
+// register themselves; torch must have been imported before.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "select.h"
+
+namespace py = pybind11;
+using namespace gqa_attn;
+
+namespace {
+
+py::dict build_info() {
+  py::dict info;
+  info["version"] = GQA_ATTN_VERSION;
+  info["commit"] = GQA_ATTN_COMMIT;
+  info["torch"] = GQA_ATTN_TORCH;
+  info["tilelang"] = GQA_ATTN_TILELANG;
+  info["nvcc"] = GQA_ATTN_NVCC;
+  py::set archs;
+  for (const Kernel& kernel : kernel_table()) archs.add(kernel.arch);
+  info["archs"] = py::module_::import("builtins").attr("sorted")(archs);
+  return info;
+}
+
+py::dict describe(const Kernel& kernel) {
+  py::dict row;
+  row["name"] = kernel.name;
+  row["phase"] = name_of(kernel.phase);
+  row["arch"] = kernel.arch;
+  row["dtype"] = name_of(kernel.dtype);
+  row["causal"] = kernel.causal;
+  row["head_dim"] = kernel.head_dim;
+  row["head_dim_v"] = kernel.head_dim_v;
+  row["block_q"] = kernel.block_q;
+  row["block_kv"] = kernel.block_kv;
+  row["stages_q"] = kernel.stages_q;
+  row["stages_kv"] = kernel.stages_kv;
+  row["threads"] = kernel.threads;
+  row["registers"] = kernel.registers;
+  row["smem_bytes"] = kernel.smem_bytes;
+  row["zeroed_dq"] = kernel.zeroed_dq;
+  return row;
+}
+
+py::list kernels() {
+  py::list rows;
+  for (const Kernel& kernel : kernel_table()) rows.append(describe(kernel));
+  return rows;
+}
+
+DType dtype_of(const std::string& name) {
+  for (DType dtype : {DType::float16, DType::bfloat16}) {
+    if (name == name_of(dtype)) return dtype;
+  }
+  throw py::type_error("dtype must be \"float16\" or \"bfloat16\", got \"" + name + "\"");
+}
+
+py::object name_or_none(const Kernel* kernel) { return kernel ? py::object(py::str(kernel->name)) : py::object(py::none()); }
+
+py::dict select_kernels(const std::string& phase, const std::string& dtype, bool causal, int64_t batch, int64_t seqlen_q,
+                        int64_t seqlen_k, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t head_dim_v, int arch,
+                        int num_sms) {
+  if (phase != "forward" && phase != "backward") {
+    throw py::value_error("phase must be \"forward\" or \"backward\", got \"" + phase + "\"");
+  }
+  if (kv_heads < 1 || heads % kv_heads != 0 || std::min({batch, seqlen_q, seqlen_k, heads, head_dim, head_dim_v}) < 0) {
+    throw py::value_error("sizes must be >= 0 and heads a multiple of kv_heads");
+  }
+  Problem problem{dtype_of(dtype), causal, batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, head_dim_v, arch, num_sms};
+  Selection selection;
+  try {
+    selection = phase == "forward" ? select_forward(problem) : select_backward(problem);
+  } catch (const std::runtime_error& error) {
+    PyErr_SetString(PyExc_NotImplementedError, error.what());
+    throw py::error_already_set();
+  }
+  py::dict result = describe(*selection.main);
+  result["prepare"] = name_or_none(selection.prepare);
+  result["reduce"] = name_or_none(selection.reduce);
+  result["finish"] = name_or_none(selection.finish);
+  result["section"] = selection.section;
+  result["splits"] = selection.splits;
+  result["workspace_bytes"] = selection.workspace_bytes;
+  result["reason"] = selection.reason;
+  return result;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "gqa_attn's compiled part: build info, kernel table and selection.";
+  module.def("build_info", &build_info,
+             "Versions of this library and of what it was built with, and the GPU archs that it has kernels for.");
+  module.def("kernels", &kernels,
+             "The compiled kernels, one dict each: what a kernel serves, its tiles, stages, threads, registers per compute "
+             "thread and shared memory in bytes.");
+  module.def("select", &select_kernels, py::arg("phase"), py::kw_only(), py::arg("dtype"), py::arg("causal"),
+             py::arg("batch"), py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("heads"), py::arg("kv_heads"),
+             py::arg("head_dim"), py::arg("head_dim_v"), py::arg("arch") = 90, py::arg("num_sms") = 132,
+             "The kernels that a call runs, and why: the main kernel's row of kernels(), the helper kernels' names (None where "
+             "there is none), section, splits, workspace_bytes and reason. phase is \"forward\" or \"backward\"; raises "
+             "NotImplementedError where no kernel serves the problem.");
+}

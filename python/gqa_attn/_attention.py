@@ -1,0 +1,124 @@
+"""attention and attention_varlen: the ops with keyword arguments, autocast and typed errors."""
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import _ops, _rules
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False, window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0, sinks: Tensor | None = None, deterministic: bool | None = None, return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False, window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0, sinks: Tensor | None = None, deterministic: bool | None = None, return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def attention(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, sinks=None, deterministic=None,
+              return_lse=False):
+    """Softmax attention with grouped query heads: out = softmax(scale * q k^T + mask) v, differentiable once.
+
+    Query head h reads kv head h // (Hq // Hk). Masks are aligned bottom-right: with off = Sk - Sq, query i sees the keys j with
+    i + off - left <= j <= i + off + right. A query that sees no key gets out = 0 and lse = -inf, and no gradient comes from it.
+
+    Args:
+        q: [B, Sq, Hq, D]; float16 or bfloat16, on the CPU also float32 and float64. Any strides; no copy is made where the last
+            one is 1 and rows are 16-byte aligned. Under autocast q, k and v are cast to its dtype.
+        k: [B, Sk, Hk, D]; Hq is a multiple of Hk.
+        v: [B, Sk, Hk, Dv]; D and Dv from 1 to 256.
+        scale: factor on the scores, D ** -0.5 by default.
+        causal: right = 0, whatever `window` says.
+        window: (left, right), keys seen before and behind the diagonal, -1 for no limit.
+        softcap: c > 0 turns a scaled score s into c * tanh(s / c).
+        sinks: [Hq], float32 or the dtype of q: one more logit per head in the denominator of the softmax, with no value.
+        deterministic: bitwise equal gradients from run to run; None follows torch.are_deterministic_algorithms_enabled().
+        return_lse: also return lse, which is differentiable too.
+
+    Returns:
+        out [B, Sq, Hq, Dv] in the dtype of q; with return_lse (out, lse): lse [B, Hq, Sq], the natural logarithm of the softmax's
+        denominator, float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError, TypeError: an argument is not as above. NotImplementedError: no kernel on this device for this call yet.
+        torch.OutOfMemoryError.
+    """
+    return _attention(q, k, v, scale, causal, window, softcap, sinks, None, None, deterministic, return_lse)
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *, scale: float | None = None,
+    causal: bool = False, window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
+    deterministic: bool | None = None, return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *, scale: float | None = None,
+    causal: bool = False, window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
+    deterministic: bool | None = None, return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k=None, *, scale=None, causal=False, window=(-1, -1), softcap=0.0,
+                     sinks=None, deterministic=None, return_lse=False):
+    """`attention` for sequences packed into one tensor: sequence n has the queries cu_seqlens_q[n] ... cu_seqlens_q[n + 1] - 1.
+
+    Args:
+        q: [Tq, Hq, D].
+        k: [Tk, Hk, D].
+        v: [Tk, Hk, Dv].
+        cu_seqlens_q: [n + 1], int32, on the device of q, from 0 upwards. On CUDA the host never reads it. Values out of order
+            or range give meaningless results, but no access out of bounds; rows behind the last one are not read and come back
+            as 0 (lse -inf).
+        cu_seqlens_k: the same for k and v; cu_seqlens_q by default.
+
+    The other arguments, and what is raised, are those of `attention`. Returns out [Tq, Hq, Dv], with return_lse also
+    lse [Hq, Tq].
+    """
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+    return _attention(q, k, v, scale, causal, window, softcap, sinks, cu_seqlens_q, cu_seqlens_k, deterministic, return_lse)
+
+
+def _attention(q, k, v, scale, causal, window, softcap, sinks, cu_seqlens_q, cu_seqlens_k, deterministic, return_lse):
+    q, k, v, sinks = _autocast(q, k, v, sinks)
+    if forward_ad._current_level >= 0:  # private, but the only cheap way to ask
+        _refuse_tangents(q, k, v, sinks)
+    args = q, k, v, scale, causal, *window_sizes(window), softcap, sinks, cu_seqlens_q, cu_seqlens_k
+    if deterministic is None or deterministic == torch.are_deterministic_algorithms_enabled():
+        results = _ops.call(_ops.fwd, _rules.check_forward, *args)
+    else:
+        results = _ops.call(_ops.WithDeterministic.apply, _check_forward_of_function, *args, deterministic)
+    return results if return_lse else results[0]
+
+
+def _check_forward_of_function(*args):
+    _rules.check_forward(*args[:-1])
+
+
+def _refuse_tangents(*tensors):
+    """torch would drop the tangents of an op that has no forward-mode rule, and give zeros without a word."""
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError("gqa_attn::fwd has no forward-mode derivative")
+
+
+def _autocast(q, k, v, sinks):
+    """As torch's own attention: under autocast, inputs are cast to its dtype; float64 is left alone."""
+    device = q.device.type if isinstance(q, Tensor) else "cpu"
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return q, k, v, sinks
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(x):
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+
+    return cast(q), cast(k), cast(v), sinks if sinks is None or sinks.dtype == torch.float32 else cast(sinks)
+
+
+def window_sizes(window: tuple[int, int]) -> tuple[int, int]:
+    if isinstance(window, (tuple, list)) and len(window) == 2 and all(isinstance(size, int) for size in window):
+        return window[0], window[1]
+    raise _rules.ArgumentTypeError(f"window must be two ints (left, right), -1 for no limit, got {window!r}")

@@ -1,0 +1,91 @@
+"""gqa_attn._C: selection is total over what the contract promises, and says why where it refuses."""
+
+import os
+
+import pytest
+
+_C = pytest.importorskip("gqa_attn._C", reason="needs the compiled part")
+
+PROBLEM = dict(dtype="bfloat16", causal=True, batch=2, seqlen_q=1000, seqlen_k=1030, heads=12, kv_heads=4,
+               head_dim=128, head_dim_v=128)
+ROWS = {row["name"]: row for row in _C.kernels()}
+
+needs_all_kernels = pytest.mark.skipif(bool(os.environ.get("GQA_ATTN_KERNELS")), reason="a part of the kernels was built")
+
+
+@needs_all_kernels
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_every_head_dim_has_kernels(phase, dtype, causal):
+    """With the least padding: no other kernel of its kind that serves these head dims is smaller."""
+    for head_dim in range(1, 257):
+        for head_dim_v in {1, head_dim, 257 - head_dim, 256}:
+            choice = _C.select(phase, **PROBLEM | dict(dtype=dtype, causal=causal, head_dim=head_dim, head_dim_v=head_dim_v))
+            fitting = [row["head_dim"] + row["head_dim_v"] for row in ROWS.values()
+                       if (row["phase"], row["dtype"], row["causal"]) == (phase, dtype, causal)
+                       and row["head_dim"] >= head_dim and row["head_dim_v"] >= head_dim_v]
+            assert choice["head_dim"] >= head_dim and choice["head_dim_v"] >= head_dim_v
+            assert choice["head_dim"] + choice["head_dim_v"] == min(fitting)
+
+
+@needs_all_kernels
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
+def test_tuned_head_dims(head_dim, head_dim_v):
+    for phase in ("forward", "backward"):
+        choice = _C.select(phase, **PROBLEM | dict(head_dim=head_dim, head_dim_v=head_dim_v))
+        assert (choice["head_dim"], choice["head_dim_v"]) == (head_dim, head_dim_v)
+        assert choice["dtype"] == "bfloat16" and choice["causal"] is True
+
+
+@needs_all_kernels
+def test_backward_choice():
+    choice = _C.select("backward", **PROBLEM)
+    assert {ROWS[choice[helper]]["phase"] for helper in ("prepare", "finish")} == {"backward_prepare", "backward_finish"}
+    assert PROBLEM["heads"] // PROBLEM["kv_heads"] % choice["splits"] == 0
+    assert (choice["reduce"] is not None) == (choice["splits"] > 1)
+    assert choice["reason"]
+
+
+@needs_all_kernels
+def test_workspace_is_linear_in_the_lengths():
+    """It never holds Sq x Sk: twice both lengths, at most twice the bytes and a tile."""
+    def bytes_at(length):
+        return _C.select("backward", **PROBLEM | dict(batch=1, heads=4, seqlen_q=length, seqlen_k=length))["workspace_bytes"]
+
+    assert 0 < bytes_at(16384) <= 2.1 * bytes_at(8192)
+
+
+@pytest.mark.parametrize("shape", [dict(batch=0), dict(seqlen_q=0), dict(seqlen_k=0), dict(heads=0)])
+def test_empty_problems(shape):
+    for phase in {row["phase"] for row in ROWS.values()} & {"forward", "backward"}:
+        row = next(row for row in ROWS.values() if row["phase"] == phase)
+        taken = {name: row[name] for name in ("dtype", "causal", "head_dim", "head_dim_v")}
+        assert _C.select(phase, **PROBLEM | taken | shape)["name"]
+
+
+def test_refusal_lists_required_supported_missing():
+    required = r"(?s)Required: bfloat16, head dims 128/128, causal, sm_80\. Supported: .*Missing: kernels for this GPU"
+    with pytest.raises(NotImplementedError, match=required):
+        _C.select("forward", **PROBLEM, arch=80)
+    with pytest.raises(NotImplementedError, match="Missing: these head dims"):
+        _C.select("forward", **PROBLEM | dict(head_dim=264))
+
+
+@pytest.mark.parametrize("change", [dict(kv_heads=0), dict(kv_heads=5), dict(batch=-1), dict(head_dim=-8)])
+def test_impossible_sizes(change):
+    with pytest.raises(ValueError, match="sizes must be >= 0 and heads a multiple of kv_heads"):
+        _C.select("backward", **PROBLEM | change)
+
+
+def test_names():
+    with pytest.raises(ValueError, match='phase must be "forward" or "backward", got "sideways"'):
+        _C.select("sideways", **PROBLEM)
+    with pytest.raises(TypeError, match='dtype must be "float16" or "bfloat16", got "float32"'):
+        _C.select("forward", **PROBLEM | dict(dtype="float32"))
+
+
+def test_build_info():
+    info = _C.build_info()
+    assert info.keys() == {"version", "commit", "torch", "tilelang", "nvcc", "archs"}
+    assert info["archs"] == sorted({row["arch"] for row in ROWS.values()})
