@@ -46,7 +46,6 @@ def generate():
         return
     require_build_packages()
     subprocess.run([sys.executable, "-m", "codegen"], cwd=ROOT, check=True)
-    mark_generated()
 
 
 def mark_generated():
@@ -88,9 +87,8 @@ def _ninja_file():
     objects = [*_write_kernels(ninja), *_write_sources(ninja, torch)]
     exports = ROOT / "csrc" / "exports.map"
     # libtorch.so is needed by name although no symbol comes from it: through it the weak ones of libtorch_cuda are found.
-    # muldefs: tilelang's debug.h, in every kernel file, defines functions that are not inline (and that nobody calls).
     ninja.build(LIBRARY, "link", objects, implicit=[str(exports)], variables={"flags": " ".join((
-        f"-Wl,-soname,{LIBRARY} -Wl,--version-script,{quote(str(exports))} -Wl,-z,muldefs",
+        f"-Wl,-soname,{LIBRARY} -Wl,--version-script,{quote(str(exports))} ",
         _flag("-L", torch / "lib"), "-Wl,--no-as-needed -ltorch -Wl,--as-needed -ltorch_cpu",
         _flag("-L", cuda.libraries), "-lcudart_static -ldl -lrt -lpthread",
         "-Wl,--no-undefined -Wl,--unresolved-symbols=ignore-in-shared-libs", _flag("-Wl,-rpath-link,", torch / "lib")))})

@@ -8,6 +8,9 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from build_tools.native import mark_generated
+from build_tools.toolchain import jobs
+
 from . import emit, rules
 from .kernels.common import PASSES
 from .lower import lower
@@ -22,7 +25,7 @@ def generate():
     specs = [spec for spec in KERNELS if wanted in spec.name]
     if not specs:
         raise SystemExit(f"GQA_ATTN_KERNELS={wanted}: no kernel's name contains it; names: {', '.join(k.name for k in KERNELS)}")
-    with ProcessPoolExecutor() as pool:
+    with ProcessPoolExecutor(jobs()) as pool:
         kernels = list(zip(specs, pool.map(lower_kernel, specs)))
     files = {f"{spec.name}.cu": emit.cuda_file(spec, lowered, _family(spec).INCLUDES) for spec, lowered in kernels}
     return {**files, "table.cpp": emit.table_file(kernels), "rules.h": rules.rules_header()}
@@ -50,3 +53,4 @@ def write(files, folder=GENERATED):
 
 if __name__ == "__main__":
     write(generate())
+    mark_generated()

@@ -15,7 +15,8 @@ def cuda_file(spec, lowered, includes):
 
 cudaError_t launch_{spec.name}(const KernelParams& p, cudaStream_t stream) {{
   static std::atomic<uint64_t> devices_done{{0}};
-  if (cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>({spec.name}), {lowered.smem_bytes}, devices_done)) return error;
+  const auto kernel = reinterpret_cast<const void*>({spec.name});
+  if (cudaError_t error = allow_shared_memory(kernel, {lowered.smem_bytes}, devices_done)) return error;
 {maps}
   return launch({spec.name}, static_cast<unsigned>({lowered.grid}), {lowered.threads}, {lowered.smem_bytes}, stream, {arguments});
 }}
@@ -32,7 +33,8 @@ def _tensor_map(m):
 
     return (
         f"  CUtensorMap {m['name']};\n"
-        f"  if (cudaError_t error = encode({m['name']}, {{static_cast<CUtensorMapDataType>({m['element']}), {len(m['dims'])}, {m['pointer']},\n"
+        f"  if (cudaError_t error = encode({m['name']}, {{static_cast<CUtensorMapDataType>({m['element']}), {len(m['dims'])}, "
+        f"{m['pointer']},\n"
         f"          {braces(m['dims'], 'cuuint64_t')},\n"
         f"          {braces(m['strides'], 'cuuint64_t')},\n"
         f"          {{{', '.join(map(str, m['box']))}}}, static_cast<CUtensorMapSwizzle>({m['swizzle']}), "

@@ -31,7 +31,10 @@ def lower(prim_func, name, arch, passes):
     arguments, (grid, threads, *rest) = launch[: len(device.params)], launch[len(device.params) :]
     assert [int(r) for r in rest[:2]] == [1, 1], f"{name}: a grid of one dimension is expected, got {launch}"
     smem = rest[2] if len(rest) > 2 else 0
-    source = re.sub(rf"\b{kernel}\b", name, _uniform_warpgroup(lowered.kernel_source))
+    source, smem_bytes = _settled_shared_memory(_uniform_warpgroup(lowered.kernel_source), int(smem))
+    source = re.sub(rf"\b{kernel}\b", name, source)
+    # Its functions are not inline: two kernels that include it cannot be linked together. Nobody prints here.
+    source = source.replace("#include <tl_templates/cuda/debug.h>\n", "")
     arguments = tuple(str(a.name) if str(getattr(a, "name", "")) in maps else _expression(a) for a in arguments)
     return Lowered(
         source=source,
@@ -39,7 +42,7 @@ def lower(prim_func, name, arch, passes):
         arguments=arguments,
         grid=_expression(grid),
         threads=int(threads),
-        smem_bytes=int(smem),
+        smem_bytes=smem_bytes,
     )
 
 
@@ -64,7 +67,8 @@ def _tensor_map(args):
         rest[:rank], rest[rank : 2 * rank], rest[2 * rank : 3 * rank], rest[3 * rank : 4 * rank], rest[4 * rank :],
     )
     interleave, swizzle, l2_promotion, out_of_bounds = (int(m) for m in modes)
-    assert all(int(s) == 1 for s in element_strides) and interleave == 0 and out_of_bounds == 0, f"{name}: unexpected tensor map {args}"
+    plain = all(int(s) == 1 for s in element_strides) and interleave == 0 and out_of_bounds == 0
+    assert plain, f"{name}: a tensor map that csrc/driver.h does not encode: {args}"
     return {
         "name": str(name.name),
         "pointer": _expression(pointer),
@@ -77,7 +81,7 @@ def _tensor_map(args):
     }
 
 
-VIEWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+VIEWS = ("q", "k", "v", "out", "dout", "dk", "dv", "grad")
 _STRIDE = re.compile(rf"({'|'.join(VIEWS)})_(batch|seq|head)_stride")
 _OPERATORS = {"Add": "+", "Sub": "-", "Mul": "*", "FloorDiv": "/", "Div": "/", "FloorMod": "%"}
 
@@ -118,3 +122,26 @@ def _uniform_warpgroup(source):
         if "tl::warpgroup_reg_alloc" in line:
             lines.append("    const int warpgroup = __shfl_sync(0xffffffffu, ((int)threadIdx.x) >> 7, 0);")
     return "\n".join(lines)
+
+
+def _settled_shared_memory(source, smem_bytes):
+    """TileLang places shared buffers of one size in an order that changes from run to run (by address): here by first use.
+
+    Returns the source and its shared memory in bytes. The last buffer gets whole 1,024 bytes, which it may swap with another's.
+    """
+    declared = re.compile(r"  void\* (\w+) = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ (\d+)\)\);\n")
+    buffers = [(match[1], int(match[2])) for match in declared.finditer(source)]
+    if not buffers:
+        return source, smem_bytes
+    smem_bytes = -(-smem_bytes // 1024) * 1024
+    offsets = sorted(offset for _, offset in buffers)
+    size_at = {offset: following - offset for offset, following in zip(offsets, [*offsets[1:], smem_bytes])}
+    by_size = {}
+    for name, offset in sorted(buffers, key=lambda buffer: buffer[1]):
+        by_size.setdefault(size_at[offset], []).append(name)
+    *_, head_end = (match.end() for match in declared.finditer(source))
+    head, body = source[:head_end], source[head_end:]
+    renamed = {}
+    for names in by_size.values():
+        renamed.update(zip(sorted(names, key=lambda name: re.search(rf"\b{name}\b", body).start()), names))
+    return head + re.sub(r"\b\w+\b", lambda word: renamed.get(word[0], word[0]), body), smem_bytes

@@ -39,7 +39,9 @@ class Kernel:
     @property
     def name(self):
         dims = "x".join(str(d) for d in (self.head_dim, self.head_dim_v) if d)
-        parts = [self.family, f"d{dims}" if dims else "", {"float16": "fp16", "bfloat16": "bf16"}[self.dtype], "causal" if self.causal else ""]
+        rows = f"r{self.block_q}" if self.phase == "backward_finish" else ""
+        dtype = {"float16": "fp16", "bfloat16": "bf16"}[self.dtype]
+        parts = [self.family, f"d{dims}", rows, dtype, "causal" if self.causal else ""]
         return "_".join(p for p in parts if p)
 
 
@@ -62,10 +64,10 @@ FORWARD = {
     (256, 256): dict(block_q=128, block_kv=80, output="q_tile", lazy_rescale=8),
 }
 BACKWARD = {
-    (64, 64): dict(block_q=128, block_kv=128, dk_steps_with_dq=8, stages_ds=2, drain_dv=True, dq_by_rows=True),
-    (96, 96): dict(block_q=64, block_kv=128, dk_steps_with_dq=4, stages_ds=2),
-    (128, 128): dict(block_q=64, block_kv=128, dk_steps_with_dq=4, stages_ds=2),
-    (192, 128): dict(block_q=64, block_kv=128, dk_steps_with_dq=2, p_16bit=True, drain_dv=True),
+    (64, 64): dict(block_q=128, dk_steps_with_dq=8, stages_ds=2, drain_dv=True, dq_by_rows=True, registers=232, producer_registers=40),
+    (96, 96): dict(block_q=64, dk_steps_with_dq=4, stages_ds=2, registers=232, producer_registers=40),
+    (128, 128): dict(block_q=64, dk_steps_with_dq=4, stages_ds=2, registers=232, producer_registers=40),
+    (192, 128): dict(block_q=64, dk_steps_with_dq=2, p_16bit=True, drain_dv=True, registers=240),
 }
 BACKWARD_WIDE = {
     (192, 192): dict(block_q=64, block_kv=64, stages_ds=2),
@@ -76,7 +78,7 @@ BACKWARD_WIDE = {
 def _main_kernels():
     families = (
         ("forward_sm90", "forward", FORWARD, dict(stages_kv=2, registers=240)),
-        ("backward_sm90", "backward", BACKWARD, dict(stages_q=2, registers=240)),
+        ("backward_sm90", "backward", BACKWARD, dict(stages_q=2, block_kv=128)),
         ("backward_wide_sm90", "backward", BACKWARD_WIDE, dict(stages_q=2, registers=240, zeroed_dq=True)),
     )
     for family, phase, configurations, shared in families:
@@ -93,10 +95,17 @@ def _backward_helpers():
     for dtype in DTYPES:
         for head_dim_v in (64, 128, 256):
             yield Kernel("prepare_sm90", "backward_prepare", dtype, head_dim_v=head_dim_v, block_q=64)
-        finish = {(dims[0], s["block_q"]) for dims, s in {**BACKWARD, **BACKWARD_WIDE}.items()}
-        for head_dim, block_q in sorted(finish):
-            yield Kernel("finish_sm90", "backward_finish", dtype, head_dim=head_dim, block_q=block_q, threads=256)
-        yield Kernel("reduce_sm90", "backward_reduce", dtype)
+        for rows, head_dim in sorted(set(_accumulated_tiles())):
+            yield Kernel("finish_sm90", "backward_finish", dtype, head_dim=head_dim, block_q=rows, threads=256)
+
+
+def _accumulated_tiles():
+    """(rows, head dim) of the float32 tiles that backward kernels leave: of dQ, and of dK and dV in parts."""
+    for kernel in _main_kernels():
+        if kernel.phase == "backward":
+            yield kernel.block_q, kernel.head_dim
+            yield kernel.block_kv, kernel.head_dim
+            yield kernel.block_kv, kernel.head_dim_v
 
 
 KERNELS = (*_main_kernels(), *_backward_helpers())

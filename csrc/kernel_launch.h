@@ -22,7 +22,8 @@ inline cudaError_t allow_shared_memory(const void* kernel, int bytes, std::atomi
 }
 
 template <typename... Params, typename... Args>
-cudaError_t launch(void (*kernel)(Params...), unsigned grid, unsigned threads, unsigned smem_bytes, cudaStream_t stream, Args&&... args) {
+cudaError_t launch(void (*kernel)(Params...), unsigned grid, unsigned threads, unsigned smem_bytes, cudaStream_t stream,
+                   Args&&... args) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(grid);
   config.blockDim = dim3(threads);

@@ -7,37 +7,40 @@ namespace gqa_attn {
 
 // Field names are the symbols of the TileLang kernels (codegen/kernels). Sizes in elements.
 struct KernelParams {
-  View q, k, v, out, dout, dq, dk, dv;
+  View q, k, v, out, dout, dk, dv;
   int batch = 0, heads = 0, kv_heads = 0;
   int seqlen_q = 0, seqlen_k = 0;
   int head_dim = 0, head_dim_v = 0;  // as given; the kernel's own may be larger
-  float scale = 0;                   // of the scores; of dq in backward_finish
+  float scale = 0;                   // of the scores
   float scale_log2 = 0;              // scale * log2(e), for exp2
   int blocks = 0;                    // of a persistent grid
 
-  float* lse = nullptr;              // [batch * heads, seqlen_q], rows lse_row_stride apart
-  const float* dlse = nullptr;       // the same layout
+  float* lse = nullptr;         // [batch * heads, seqlen_q], rows lse_row_stride apart
+  const float* dlse = nullptr;  // the same layout
   int64_t lse_row_stride = 0;
   int has_dlse = 0;
 
-  int section = 0;                   // forward: head rows that are walked together
+  int section = 0;  // forward: head rows that are walked together
 
   // Backward workspace, per head row; q rows padded to whole query tiles.
-  int q_tiles = 0;
   int seqlen_q_padded = 0;
-  float* lse_log2 = nullptr;         // [batch * heads, seqlen_q_padded]: lse * log2(e), +inf in the padding
-  float* delta = nullptr;            // [batch * heads, seqlen_q_padded]: rowsum(dout * out) - dlse
-  float* dq_accum = nullptr;         // [batch * heads, seqlen_q_padded * tile head dim], tiles in accumulator order
-  int* dq_state = nullptr;           // [batch * heads, seqlen_q_padded / 64]
-  int splits = 1;                    // blocks that share a kv tile
-  int heads_per_split = 0;           // query heads that one of them walks
-  int kv_heads_split = 0;            // kv_heads * splits: heads of dk and dv as the main kernel writes them
+  int kv_tiles = 0;
+  float* lse_log2 = nullptr;  // [batch * heads, seqlen_q_padded]: lse * log2(e), +inf in the padding
+  float* delta = nullptr;     // [batch * heads, seqlen_q_padded]: rowsum(dout * out) - dlse
+  float* dq_accum = nullptr;  // [batch * heads, q tiles, tile], tiles in accumulator order
+  int* dq_state = nullptr;    // [batch * heads, seqlen_q_padded / 64]
+  int splits = 1;             // blocks that share a kv tile
+  int heads_per_split = 0;    // query heads that one of them walks
+  int kv_heads_split = 0;     // kv_heads * splits
+  float* dk_parts = nullptr;  // [batch * kv_heads_split, kv_tiles, tile], where splits > 1
+  float* dv_parts = nullptr;
 
-  // backward_reduce: parts [rows, splits, 8 * vectors] -> sum [rows, 8 * vectors].
-  const void* parts = nullptr;
-  void* sum = nullptr;
-  int rows = 0;
-  int vectors = 0;
+  // backward_finish: one of dq, dk and dv.
+  View grad;
+  const float* grad_accum = nullptr;  // [grad_batch * grad_heads, grad_parts, grad_tiles, tile]
+  float grad_scale = 1;
+  int grad_batch = 0, grad_seqlen = 0, grad_heads = 0, grad_head_dim = 0;
+  int grad_tiles = 0, grad_parts = 1;
 };
 
 }  // namespace gqa_attn

@@ -9,15 +9,18 @@
 
 namespace gqa_attn {
 
-enum class Phase : int { forward, backward_prepare, backward, backward_reduce, backward_finish };
+enum class Phase : int { forward, backward_prepare, backward, backward_finish };
 
 constexpr const char* name_of(Phase phase) {
   switch (phase) {
-    case Phase::forward: return "forward";
-    case Phase::backward_prepare: return "backward_prepare";
-    case Phase::backward: return "backward";
-    case Phase::backward_reduce: return "backward_reduce";
-    default: return "backward_finish";
+    case Phase::forward:
+      return "forward";
+    case Phase::backward_prepare:
+      return "backward_prepare";
+    case Phase::backward:
+      return "backward";
+    default:
+      return "backward_finish";
   }
 }
 
@@ -29,12 +32,12 @@ struct Kernel {
   int arch;
   DType dtype;
   bool causal;
-  int head_dim;    // largest head dim it serves; 0 where it does not matter
+  int head_dim;  // largest head dim it serves; 0 where it does not matter
   int head_dim_v;
-  int block_q;     // rows of a query tile
-  int block_kv;    // rows of a kv tile
-  int stages_q;    // query (and dout) tiles in flight
-  int stages_kv;   // kv tiles in flight
+  int block_q;    // rows of a query tile
+  int block_kv;   // rows of a kv tile
+  int stages_q;   // query (and dout) tiles in flight
+  int stages_kv;  // kv tiles in flight
   int threads;
   int registers;   // per compute thread
   int smem_bytes;  // dynamic shared memory of a block

@@ -22,15 +22,13 @@ void check(cudaError_t error, const char* what) {
   }
 }
 
-void run(const Kernel& kernel, const KernelParams& params, cudaStream_t stream) { check(kernel.launch(params, stream), kernel.name); }
+void run(const Kernel& kernel, const KernelParams& params, cudaStream_t stream) {
+  check(kernel.launch(params, stream), kernel.name);
+}
 
 View skip_rows(View view, int64_t rows) {
   if (view.data) view.data = static_cast<char*>(view.data) + rows * view.seq_stride * kElementBytes;
   return view;
-}
-
-View contiguous(void* data, int64_t seqlen, int64_t heads, int64_t head_dim) {
-  return {data, seqlen * heads * head_dim, heads * head_dim, head_dim};
 }
 
 // Zeros in the leading `rows` rows of each batch element of a contiguous tensor.
@@ -42,7 +40,8 @@ void clear_rows(const View& view, int64_t batch, int64_t rows, cudaStream_t stre
   } else if (pitch <= std::numeric_limits<int>::max()) {  // the largest pitch of CUDA's two-dimensional copies
     check(cudaMemset2DAsync(view.data, pitch, 0, width, batch, stream), "clearing rows");
   } else {
-    for (int64_t b = 0; b < batch; ++b) check(cudaMemsetAsync(static_cast<char*>(view.data) + b * pitch, 0, width, stream), "clearing rows");
+    for (int64_t b = 0; b < batch; ++b)
+      check(cudaMemsetAsync(static_cast<char*>(view.data) + b * pitch, 0, width, stream), "clearing rows");
   }
 }
 
@@ -68,7 +67,8 @@ KernelParams common_params(const Problem& p, float scale) {
 void launch_forward(const Problem& problem, const Selection& selection, const FwdArgs& args, cudaStream_t stream) {
   const int64_t hidden = hidden_rows(problem);
   clear_rows(args.out, problem.batch, hidden, stream);
-  check(fill_rows(args.lse, problem.seqlen_q, problem.batch * problem.heads, hidden, -std::numeric_limits<float>::infinity(), stream),
+  check(fill_rows(args.lse, problem.seqlen_q, problem.batch * problem.heads, hidden, -std::numeric_limits<float>::infinity(),
+                  stream),
         "filling lse");
   KernelParams params = common_params(problem, args.scale);
   if (problem.batch * problem.heads * params.seqlen_q == 0) return;
@@ -100,12 +100,13 @@ void launch_backward(const Problem& problem, const Selection& selection, const B
   params.v = args.v;
   params.out = skip_rows(args.out, hidden);
   params.dout = skip_rows(args.dout, hidden);
-  params.dq = skip_rows(args.dq, hidden);
+  params.dk = args.dk;
+  params.dv = args.dv;
   params.lse = const_cast<float*>(args.lse) + hidden;
   params.dlse = args.dlse ? args.dlse + hidden : params.lse;
   params.has_dlse = args.dlse != nullptr;
-  params.q_tiles = static_cast<int>(workspace.q_tiles);
-  params.seqlen_q_padded = params.q_tiles * selection.main->block_q;
+  params.seqlen_q_padded = static_cast<int>(workspace.q_tiles * selection.main->block_q);
+  params.kv_tiles = static_cast<int>(workspace.kv_tiles);
   params.lse_log2 = workspace.lse_log2;
   params.delta = workspace.delta;
   params.dq_accum = workspace.dq_accum;
@@ -113,25 +114,34 @@ void launch_backward(const Problem& problem, const Selection& selection, const B
   params.splits = selection.splits;
   params.heads_per_split = params.heads / params.kv_heads / selection.splits;
   params.kv_heads_split = params.kv_heads * selection.splits;
-  params.dk = args.dk;
-  params.dv = args.dv;
-  if (selection.splits > 1) {
-    params.dk = contiguous(workspace.dk_parts, problem.seqlen_k, params.kv_heads_split, problem.head_dim);
-    params.dv = contiguous(workspace.dv_parts, problem.seqlen_k, params.kv_heads_split, problem.head_dim_v);
-  }
+  params.dk_parts = workspace.dk_parts;
+  params.dv_parts = workspace.dv_parts;
 
   if (selection.main->zeroed_dq) check(cudaMemsetAsync(workspace.dq_accum, 0, workspace.dq_accum_bytes, stream), "clearing dq");
   run(*selection.prepare, params, stream);
   run(*selection.main, params, stream);
+
+  const auto finish = [&](const Kernel& kernel, const View& grad, const float* accum, float scale, int seqlen, int heads,
+                          int head_dim, int64_t tiles, int parts) {
+    params.grad = grad;
+    params.grad_accum = accum;
+    params.grad_scale = scale;
+    params.grad_batch = params.batch;
+    params.grad_seqlen = seqlen;
+    params.grad_heads = heads;
+    params.grad_head_dim = head_dim;
+    params.grad_tiles = static_cast<int>(tiles);
+    params.grad_parts = parts;
+    run(kernel, params, stream);
+  };
+  finish(*selection.finish_dq, skip_rows(args.dq, hidden), workspace.dq_accum, args.scale_dq, params.seqlen_q, params.heads,
+         params.head_dim, workspace.q_tiles, 1);
   if (selection.splits > 1) {
-    params.rows = static_cast<int>(problem.batch * problem.seqlen_k * problem.kv_heads);
-    params.parts = workspace.dk_parts, params.sum = args.dk.data, params.vectors = params.head_dim / 8;
-    run(*selection.reduce, params, stream);
-    params.parts = workspace.dv_parts, params.sum = args.dv.data, params.vectors = params.head_dim_v / 8;
-    run(*selection.reduce, params, stream);
+    finish(*selection.finish_dk, args.dk, workspace.dk_parts, args.scale, params.seqlen_k, params.kv_heads, params.head_dim,
+           workspace.kv_tiles, selection.splits);
+    finish(*selection.finish_dv, args.dv, workspace.dv_parts, 1, params.seqlen_k, params.kv_heads, params.head_dim_v,
+           workspace.kv_tiles, selection.splits);
   }
-  params.scale = args.scale_dq;
-  run(*selection.finish, params, stream);
 }
 
 }  // namespace gqa_attn

@@ -81,8 +81,9 @@ py::dict select_kernels(const std::string& phase, const std::string& dtype, bool
   }
   py::dict result = describe(*selection.main);
   result["prepare"] = name_or_none(selection.prepare);
-  result["reduce"] = name_or_none(selection.reduce);
-  result["finish"] = name_or_none(selection.finish);
+  result["finish_dq"] = name_or_none(selection.finish_dq);
+  result["finish_dk"] = name_or_none(selection.finish_dk);
+  result["finish_dv"] = name_or_none(selection.finish_dv);
   result["section"] = selection.section;
   result["splits"] = selection.splits;
   result["workspace_bytes"] = selection.workspace_bytes;

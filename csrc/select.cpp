@@ -17,7 +17,8 @@ std::string dims(int64_t head_dim, int64_t head_dim_v) { return std::to_string(h
 [[noreturn]] void refuse(Phase phase, const Problem& problem) {
   std::ostringstream text;
   text << "gqa_attn has no " << name_of(phase) << " kernel for this call. Required: " << name_of(problem.dtype) << ", head dims "
-       << dims(problem.head_dim, problem.head_dim_v) << (problem.causal ? ", causal" : ", full") << ", sm_" << problem.arch << ". Supported:";
+       << dims(problem.head_dim, problem.head_dim_v) << (problem.causal ? ", causal" : ", full") << ", sm_" << problem.arch
+       << ". Supported:";
   bool arch = false, fits = false, any = false;
   for (const Kernel& kernel : kernel_table()) {
     if (kernel.phase != phase) continue;
@@ -37,18 +38,29 @@ std::string dims(int64_t head_dim, int64_t head_dim_v) { return std::to_string(h
 }
 
 // The kernel that serves the problem with the least padding of head dims.
-const Kernel* find(Phase phase, const Problem& problem, int exact_head_dim = 0) {
+const Kernel* find(Phase phase, const Problem& problem) {
   const Kernel* best = nullptr;
+  const bool any_mask = phase == Phase::backward_prepare;
   for (const Kernel& kernel : kernel_table()) {
-    const bool any_mask = phase != Phase::forward && phase != Phase::backward;
     if (kernel.phase != phase || kernel.arch != problem.arch || kernel.dtype != problem.dtype) continue;
     if (!any_mask && kernel.causal != problem.causal) continue;
-    if (exact_head_dim ? kernel.head_dim != exact_head_dim : kernel.head_dim && kernel.head_dim < problem.head_dim) continue;
-    if (kernel.head_dim_v && kernel.head_dim_v < problem.head_dim_v) continue;
+    if (kernel.head_dim && kernel.head_dim < problem.head_dim) continue;
+    if (kernel.head_dim_v < problem.head_dim_v) continue;
     if (!best || kernel.head_dim + kernel.head_dim_v < best->head_dim + best->head_dim_v) best = &kernel;
   }
   if (!best) refuse(phase, problem);
   return best;
+}
+
+// The kernel that reads tiles as another one left them.
+const Kernel* find_finish(const Problem& problem, int rows, int head_dim) {
+  for (const Kernel& kernel : kernel_table()) {
+    if (kernel.phase == Phase::backward_finish && kernel.arch == problem.arch && kernel.dtype == problem.dtype &&
+        kernel.block_q == rows && kernel.head_dim == head_dim) {
+      return &kernel;
+    }
+  }
+  refuse(Phase::backward_finish, problem);
 }
 
 constexpr int64_t kL2Bytes = 64 << 20;  // of K and V that still hit in an H100's or H200's 50 to 60 MB, with some luck
@@ -61,16 +73,18 @@ int64_t forward_section(const Problem& p) {
   return together ? p.batch * p.heads : p.heads / p.kv_heads;
 }
 
-// Blocks that share a kv tile. The fewest that fill the GPU's last round of blocks to 90 %, and that, when causal, keep the
-// float32 dQ tiles of the heads a block walks in L2 (512: heads times head dim, measured in docs/kernels.md).
+// Blocks that share a kv tile. The fewest that fill the GPU's last round of blocks to 90 %, and that, when causal and dQ as a
+// whole does not stay in L2, keep the float32 dQ tiles of the heads a block walks there (512: heads times head dim;
+// docs/kernels.md).
 int backward_splits(const Problem& p, const Kernel& kernel) {
   const int64_t group = p.heads / p.kv_heads;
   const int64_t tiles = ceil_div(p.seqlen_k, kernel.block_kv);
   const int64_t blocks = (p.causal ? ceil_div(tiles, 2) : tiles) * p.kv_heads * p.batch;
+  const bool spread = p.causal && p.batch * p.heads * p.seqlen_q * p.head_dim * 4 > kL2Bytes / 2;
   for (int64_t splits = 1; splits < group; ++splits) {
     if (group % splits) continue;
     const int64_t grid = blocks * splits, rounds = ceil_div(grid, p.num_sms);
-    if (grid * 10 >= rounds * p.num_sms * 9 && (!p.causal || group / splits * p.head_dim <= 512)) return static_cast<int>(splits);
+    if (grid * 10 >= rounds * p.num_sms * 9 && (!spread || group / splits * p.head_dim <= 512)) return static_cast<int>(splits);
   }
   return static_cast<int>(group);
 }
@@ -92,13 +106,18 @@ Selection select_backward(const Problem& problem) {
   Selection selection;
   selection.main = find(Phase::backward, problem);
   selection.prepare = find(Phase::backward_prepare, problem);
-  selection.finish = find(Phase::backward_finish, problem, selection.main->head_dim);
-  selection.splits = backward_splits(problem, *selection.main);
-  if (selection.splits > 1) selection.reduce = find(Phase::backward_reduce, problem);
+  const Kernel& main = *selection.main;
+  selection.finish_dq = find_finish(problem, main.block_q, main.head_dim);
+  selection.splits = backward_splits(problem, main);
+  if (selection.splits > 1) {
+    selection.finish_dk = find_finish(problem, main.block_kv, main.head_dim);
+    selection.finish_dv = find_finish(problem, main.block_kv, main.head_dim_v);
+  }
   selection.workspace_bytes = backward_workspace(problem, selection, nullptr).bytes;
   std::ostringstream reason;
   reason << "least padding of head dims " << dims(problem.head_dim, problem.head_dim_v) << "; " << selection.splits
-         << (selection.splits > 1 ? " blocks share a kv tile, to fill the GPU and keep dQ in L2" : " block owns a kv tile: they fill the GPU");
+         << (selection.splits > 1 ? " blocks share a kv tile, to fill the GPU and keep dQ in L2"
+                                  : " block owns a kv tile: they fill the GPU");
   selection.reason = reason.str();
   return selection;
 }

@@ -11,15 +11,17 @@ inline int64_t hidden_rows(const Problem& p) {
   return p.causal && p.seqlen_q > p.seqlen_k ? p.seqlen_q - p.seqlen_k : 0;
 }
 
+// Tiles are in accumulator order (csrc/device/backward.cuh), their head dims the kernel's.
 struct BackwardWorkspace {
-  float* dq_accum;   // [batch, heads, seqlen_q padded, tile head dim], tiles in accumulator order
-  float* lse_log2;   // [batch, heads, seqlen_q padded]
-  float* delta;      // the same
-  int* dq_state;     // [batch, heads, seqlen_q padded / 64]
-  void* dk_parts;    // [batch, seqlen_k, kv_heads, splits, head_dim] in 16 bit where splits > 1
-  void* dv_parts;
+  float* dq_accum;  // [batch, heads, q tiles, tile]
+  float* lse_log2;  // [batch, heads, seqlen_q padded]
+  float* delta;     // the same
+  int* dq_state;    // [batch, heads, seqlen_q padded / 64]
+  float* dk_parts;  // [batch, kv_heads, splits, kv tiles, tile] where splits > 1
+  float* dv_parts;
   int64_t dq_accum_bytes;
   int64_t q_tiles;
+  int64_t kv_tiles;
   int64_t bytes;
 };
 

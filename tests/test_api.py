@@ -183,8 +183,8 @@ def test_explain_gives_what_selection_gives(monkeypatch):
                 raise NotImplementedError("required this, supported that")
             return dict(
                 name="forward_x", phase=phase, arch=90, dtype="bfloat16", causal=True, head_dim=128, head_dim_v=128, block_q=128,
-                block_kv=160, stages_q=1, stages_kv=2, threads=384, registers=240, smem_bytes=196608, prepare=None,
-                reduce="reduce_x", finish="finish_x", splits=3, workspace_bytes=77, reason="it fits",
+                block_kv=160, stages_q=1, stages_kv=2, threads=384, registers=240, smem_bytes=196608, prepare="prepare_x",
+                finish_dq="finish_x", finish_dk=None, finish_dv=None, splits=3, workspace_bytes=77, reason="it fits",
             )
 
     monkeypatch.setattr(_library, "compiled", Compiled)
@@ -195,7 +195,7 @@ def test_explain_gives_what_selection_gives(monkeypatch):
     assert said.backward == "required this, supported that"
     assert dataclasses.asdict(said.forward) == dict(
         name="forward_x", block_q=128, block_kv=160, stages_q=1, stages_kv=2, threads=384, registers=240, smem_bytes=196608,
-        workspace_bytes=77, splits=3, helpers=("reduce_x", "finish_x"), reason="it fits",
+        workspace_bytes=77, splits=3, helpers=("prepare_x", "finish_x"), reason="it fits",
     )
     for part in ("forward_x", "128 queries x 160 keys", "384 threads", "240 registers", "196608 bytes", "77 bytes", "3 blocks"):
         assert part in str(said)

@@ -41,9 +41,9 @@ def test_tuned_head_dims(head_dim, head_dim_v):
 @needs_all_kernels
 def test_backward_choice():
     choice = _C.select("backward", **PROBLEM)
-    assert {ROWS[choice[helper]]["phase"] for helper in ("prepare", "finish")} == {"backward_prepare", "backward_finish"}
+    assert {ROWS[choice[helper]]["phase"] for helper in ("prepare", "finish_dq")} == {"backward_prepare", "backward_finish"}
     assert PROBLEM["heads"] // PROBLEM["kv_heads"] % choice["splits"] == 0
-    assert (choice["reduce"] is not None) == (choice["splits"] > 1)
+    assert all((choice[helper] is not None) == (choice["splits"] > 1) for helper in ("finish_dk", "finish_dv"))
     assert choice["reason"]
 
 

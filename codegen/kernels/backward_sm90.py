@@ -14,11 +14,8 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from .common import phase, size, slot, view
-
-INCLUDES = ("device/backward.cuh",)
-DEV = "gqa_attn::device::"
-CONSUMERS = 256
+from .backward_tiles import CONSUMERS, DEV, INCLUDES, divide, tile_macros  # noqa: F401 (INCLUDES: for codegen)
+from .common import accum_index, phase, size, slot, view
 
 
 def build(spec):
@@ -28,7 +25,7 @@ def build(spec):
     dtype, f32 = spec.dtype, T.float32
     batch, seqlen_q, seqlen_k, heads, kv_heads = (size(n) for n in ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads"))
     head_dim, head_dim_v = size("head_dim"), size("head_dim_v")
-    kv_heads_split, padded = size("kv_heads_split"), size("seqlen_q_padded")
+    kv_heads_split, padded, kv_tile_count = size("kv_heads_split"), size("seqlen_q_padded"), size("kv_tiles")
     q_tiles, kv_tiles = T.ceildiv(seqlen_q, BN), T.ceildiv(seqlen_k, BM)
     offset = seqlen_k - seqlen_q
     columns = T.ceildiv(kv_tiles, 2) if causal else kv_tiles  # blocks of one (split head, batch)
@@ -36,29 +33,15 @@ def build(spec):
     by_rows = T.GemmWarpPolicy.FullRow
     dq_policy = by_rows if spec.dq_by_rows else T.GemmWarpPolicy.FullCol
 
-    def divide(a, b):
-        return T.call_extern("int32", f"{DEV}divide", a, b)
+    tiles = tile_macros(spec)
 
     def first_q_tile(kv_tile):
         """Of those that see the kv tile: row i sees keys up to i + offset."""
         return T.max(kv_tile * BM - offset, 0) // BN if causal else 0
 
-    def dq_index(i, j):
-        """Place of dQ[i, j] in a tile in accumulator order: 128 threads' float4 for each 8 columns."""
-        return (j // 8) * (BN * 8) + (i // 16) * 128 + (i % 8) * 16 + ((j % 8) // 2) * 4 + ((i // 8) % 2) * 2 + j % 2
-
-    @T.macro
-    def load(source, b, first_row, h, tiles_s, full, count):
-        stages, rows, cols = tiles_s.shape
-        at = slot(count, stages)
-        T.tma_copy(source[b, first_row : first_row + rows, h, 0:cols], tiles_s[at, :, :], barrier=full[at], leader_scope_threads=32)
-
-    @T.macro
-    def load_row(source, row, first, rows_s, full, count):
-        at = slot(count, SQ)
-        T.tma_copy(source[row, first : first + BN], rows_s[at, :], barrier=full[at], leader_scope_threads=32)
-        if T.get_thread_binding() == CONSUMERS:
-            T.barrier_arrive(full[at])
+    def start_q_tile(kv_tile):
+        """Where the walk starts: full blocks of a head start apart, so that each is the first at other dQ tiles."""
+        return first_q_tile(kv_tile) if causal else (kv_tile * (BM // BN)) % q_tiles
 
     @T.macro
     def issue_scores(t, count):
@@ -108,7 +91,7 @@ def build(spec):
             T.barrier_arrive(t.dout_empty[at])
         T.barrier_wait(t.dq_empty, phase(count, 1) ^ 1)
         for i, j in T.Parallel(BN, D):
-            t.dq_s[dq_index(i, j)] = t.dq[i, j]
+            t.dq_s[accum_index(i, j, BN)] = t.dq[i, j]
         T.barrier_arrive(t.ds_empty[ds])
         T.fence_proxy_async()
         T.barrier_arrive(t.dq_full)
@@ -121,26 +104,16 @@ def build(spec):
         else:
             T.wait_wgmma(0)
 
-    @T.macro
-    def write_gradients(t, dk, dv, b, h, kv_tile, scale):
-        for i, j in T.Parallel(BM, D):
-            t.dk[i, j] = t.dk[i, j] * scale
-        T.sync_threads(1, CONSUMERS)
-        T.copy(t.dk, t.k_s[0, :, :])
-        T.copy(t.dv, t.v_s[0, :, :])
-        T.fence_proxy_async()
-        T.sync_threads(1, CONSUMERS)
-        T.copy(t.k_s[0, :, :], dk[b, kv_tile * BM : (kv_tile + 1) * BM, h, 0:D])
-        T.copy(t.v_s[0, :, :], dv[b, kv_tile * BM : (kv_tile + 1) * BM, h, 0:DV])
-
     @T.prim_func
     def backward(
         q: view("q", batch, seqlen_q, heads, head_dim, dtype),
         k: view("k", batch, seqlen_k, kv_heads, head_dim, dtype),
         v: view("v", batch, seqlen_k, kv_heads, head_dim_v, dtype),
         dout: view("dout", batch, seqlen_q, heads, head_dim_v, dtype),
-        dk: view("dk", batch, seqlen_k, kv_heads_split, head_dim, dtype),
-        dv: view("dv", batch, seqlen_k, kv_heads_split, head_dim_v, dtype),
+        dk: view("dk", batch, seqlen_k, kv_heads, head_dim, dtype),
+        dv: view("dv", batch, seqlen_k, kv_heads, head_dim_v, dtype),
+        dk_parts: T.Tensor([batch, kv_heads_split, kv_tile_count, BM * D], f32),
+        dv_parts: T.Tensor([batch, kv_heads_split, kv_tile_count, BM * DV], f32),
         lse_log2: T.Tensor([batch * heads, padded], f32),
         delta: T.Tensor([batch * heads, padded], f32),
         dq_accum: T.Tensor([batch * heads, padded // BN, BN * D], f32),
@@ -188,6 +161,7 @@ def build(spec):
             passes = T.alloc_var("int32", init=1)    # kv tiles that this block owns
             count = T.alloc_var("int32", init=0)     # q tiles so far: place in the rings
             first = T.alloc_var("int32", init=0)     # q tile that sees the kv tile
+            q_tile = T.alloc_var("int32", init=0)
             row = T.alloc_var("int32", init=0)       # batch * heads + head
             head_count = T.alloc_var("int32", init=heads_per_split)
             rest = divide(block, columns)
@@ -233,7 +207,10 @@ def build(spec):
                     column = T.call_extern("int32", f"{DEV}block_index") - rest * columns
                     b = divide(rest, kv_heads_split)
                     kv_tile = T.if_then_else(ph == 0, column, kv_tiles - 1 - column)
-                    write_gradients(t, dk, dv, b, rest - b * kv_heads_split, kv_tile, scale)
+                    if splits > 1:
+                        tiles.write_parts(t, dk_parts, dv_parts, b, rest - b * kv_heads_split, kv_tile)
+                    else:
+                        tiles.write_gradients(t, dk, dv, b, rest - b * kv_heads_split, kv_tile, scale)
                     if causal:
                         T.barrier_arrive(t.kv_empty)
                         kv_tile = kv_tiles - 1 - column
@@ -246,48 +223,59 @@ def build(spec):
                         if causal:
                             if ph > 0:
                                 T.barrier_wait(t.kv_empty, 0)
-                        load(k, b, kv_tile * BM, kv_head, t.k_s, t.k_full, 0)
+                        tiles.load(k, b, kv_tile * BM, kv_head, t.k_s, t.k_full, 0)
                         if tx == CONSUMERS:
                             T.barrier_arrive(t.k_full[0])
                         first = first_q_tile(kv_tile)
+                        q_tile = start_q_tile(kv_tile)
                         # The second kv tile takes the heads backwards: the dQ of the last ones may still be in L2.
                         row = b * heads + h_split * heads_per_split + ph * (heads_per_split - 1)
                         for g in T.unroll(head_count, unroll_factor=1):
-                            for q_tile in T.unroll(first, q_tiles, unroll_factor=1):
+                            for visit in T.unroll(first, q_tiles, unroll_factor=1):
                                 T.barrier_wait(t.q_empty[slot(count, SQ)], phase(count, SQ) ^ 1)
-                                load(q, b, q_tile * BN, row - b * heads, t.q_s, t.q_full, count)
-                                load_row(lse_log2, row, q_tile * BN, t.lse_s, t.q_full, count)
-                                if g == 0 and q_tile == first:
-                                    load(v, b, kv_tile * BM, kv_head, t.v_s, t.v_full, 0)
+                                tiles.load(q, b, q_tile * BN, row - b * heads, t.q_s, t.q_full, count)
+                                tiles.load_row_and_arrive(lse_log2, row, q_tile * BN, t.lse_s, t.q_full, count)
+                                if g == 0 and visit == first:
+                                    tiles.load(v, b, kv_tile * BM, kv_head, t.v_s, t.v_full, 0)
                                     if tx == CONSUMERS:
                                         T.barrier_arrive(t.v_full[0])
                                 T.barrier_wait(t.dout_empty[slot(count, SQ)], phase(count, SQ) ^ 1)
-                                load(dout, b, q_tile * BN, row - b * heads, t.dout_s, t.dout_full, count)
-                                load_row(delta, row, q_tile * BN, t.delta_s, t.dout_full, count)
+                                tiles.load(dout, b, q_tile * BN, row - b * heads, t.dout_s, t.dout_full, count)
+                                tiles.load_row_and_arrive(delta, row, q_tile * BN, t.delta_s, t.dout_full, count)
                                 count = count + 1
+                                q_tile = q_tile + 1
+                                if q_tile == q_tiles:
+                                    q_tile = first
                             row = row + 1 - 2 * ph
                         kv_tile = kv_tiles - 1 - column
                 elif tx == CONSUMERS + 32:
                     at = T.alloc_var("int64", init=0)
-                    seen = T.alloc_var("int32", init=0)
-                    is_first = T.alloc_var("int32", init=0)
+                    ready = T.alloc_var("int32", init=0)
+                    first_at = T.alloc_var("int64", init=-1)  # the tile that this thread stored and must publish
                     for ph in T.unroll(passes, unroll_factor=1):
                         first = first_q_tile(kv_tile)
+                        q_tile = start_q_tile(kv_tile)
                         row = b * heads + h_split * heads_per_split + ph * (heads_per_split - 1)
                         for g in T.unroll(head_count, unroll_factor=1):
-                            for q_tile in T.unroll(first, q_tiles, unroll_factor=1):
-                                at = (T.Cast("int64", row) * (padded // BN) + q_tile) * (BN // 64)
-                                seen = T.call_extern("int32", f"{DEV}dq_state_at", dq_state.data, at)
+                            for visit in T.unroll(first, q_tiles, unroll_factor=1):
+                                at = T.Cast("int64", row) * (padded // BN) + q_tile
+                                ready = T.call_extern("int32", f"{DEV}dq_is_stored", dq_state.data, at * (BN // 64))
                                 T.barrier_wait(t.dq_full, phase(count, 1))
-                                is_first = T.call_extern("int32", f"{DEV}claim_dq", dq_state.data, at, seen)
+                                first_at = T.call_extern(
+                                    "int64", f"{DEV}claim_dq", dq_state.data, at * (BN // 64), ready, first_at
+                                )
                                 T.call_extern(
-                                    "handle", f"{DEV}put_dq", T.address_of(t.dq_s[0]), T.address_of(dq_accum[row, q_tile, 0]), BN * D * 4, is_first
+                                    "handle", f"{DEV}put_dq", T.address_of(t.dq_s[0]), T.address_of(dq_accum[row, q_tile, 0]),
+                                    BN * D * 4, first_at,
                                 )
                                 T.barrier_arrive(t.dq_empty)
-                                T.call_extern("handle", f"{DEV}publish_dq", dq_state.data, at, is_first)
                                 count = count + 1
+                                q_tile = q_tile + 1
+                                if q_tile == q_tiles:
+                                    q_tile = first
                             row = row + 1 - 2 * ph
                         kv_tile = kv_tiles - 1 - column
+                    T.call_extern("handle", f"{DEV}publish_dq", dq_state.data, first_at)
                     T.call_extern("handle", f"{DEV}wait_bulk_writes")
 
     return backward

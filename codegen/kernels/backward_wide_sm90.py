@@ -1,18 +1,15 @@
 """Backward for Hopper, head dims 192 and 256: a 64-row kv tile whose dK and dV columns are shared out to two warpgroups.
 
-dK and dV of 128 kv rows would not fit in the registers, so a block owns 64 rows, each warpgroup half of the columns of every product,
-and P and dS pass through shared memory. dQ is added to the zeroed workspace straight from registers. Otherwise as backward_sm90.
+dK and dV of 128 kv rows would not fit in the registers, so a block owns 64 rows, each warpgroup has half of the columns of every
+product, and P and dS pass through shared memory. dQ is added to the zeroed workspace straight from registers. Otherwise as backward_sm90.
 """
 
 from types import SimpleNamespace
 
 import tilelang.language as T
 
+from .backward_tiles import CONSUMERS, DEV, INCLUDES, divide, tile_macros  # noqa: F401 (INCLUDES: for codegen)
 from .common import phase, size, slot, view
-
-INCLUDES = ("device/backward.cuh",)
-DEV = "gqa_attn::device::"
-CONSUMERS = 256
 
 
 def build(spec):
@@ -22,30 +19,16 @@ def build(spec):
     dtype, f32 = spec.dtype, T.float32
     batch, seqlen_q, seqlen_k, heads, kv_heads = (size(n) for n in ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads"))
     head_dim, head_dim_v = size("head_dim"), size("head_dim_v")
-    kv_heads_split, padded = size("kv_heads_split"), size("seqlen_q_padded")
+    kv_heads_split, padded, kv_tile_count = size("kv_heads_split"), size("seqlen_q_padded"), size("kv_tiles")
     q_tiles, kv_tiles = T.ceildiv(seqlen_q, BN), T.ceildiv(seqlen_k, BM)
     offset = seqlen_k - seqlen_q
     columns = T.ceildiv(kv_tiles, 2) if causal else kv_tiles
     by_columns = T.GemmWarpPolicy.FullCol
 
-    def divide(a, b):
-        return T.call_extern("int32", f"{DEV}divide", a, b)
+    tiles = tile_macros(spec)
 
     def first_q_tile(kv_tile):
         return T.max(kv_tile * BM - offset, 0) // BN if causal else 0
-
-    @T.macro
-    def load(source, b, first_row, h, tiles_s, full, count):
-        stages, rows, cols = tiles_s.shape
-        at = slot(count, stages)
-        T.tma_copy(source[b, first_row : first_row + rows, h, 0:cols], tiles_s[at, :, :], barrier=full[at], leader_scope_threads=32)
-
-    @T.macro
-    def load_row(source, row, first, rows_s, full, count):
-        at = slot(count, SQ)
-        T.tma_copy(source[row, first : first + BN], rows_s[at, :], barrier=full[at], leader_scope_threads=32)
-        if T.get_thread_binding() == CONSUMERS:
-            T.barrier_arrive(full[at])
 
     @T.macro
     def issue_scores(t, count, more):
@@ -81,26 +64,16 @@ def build(spec):
         T.barrier_arrive(t.dout_empty[at])
         T.barrier_arrive(t.q_empty[at])
 
-    @T.macro
-    def write_gradients(t, dk, dv, b, h, kv_tile, scale):
-        for i, j in T.Parallel(BM, D):
-            t.dk[i, j] = t.dk[i, j] * scale
-        T.sync_threads(1, CONSUMERS)
-        T.copy(t.dk, t.k_s[0, :, :])
-        T.copy(t.dv, t.v_s[0, :, :])
-        T.fence_proxy_async()
-        T.sync_threads(1, CONSUMERS)
-        T.copy(t.k_s[0, :, :], dk[b, kv_tile * BM : (kv_tile + 1) * BM, h, 0:D])
-        T.copy(t.v_s[0, :, :], dv[b, kv_tile * BM : (kv_tile + 1) * BM, h, 0:DV])
-
     @T.prim_func
     def backward(
         q: view("q", batch, seqlen_q, heads, head_dim, dtype),
         k: view("k", batch, seqlen_k, kv_heads, head_dim, dtype),
         v: view("v", batch, seqlen_k, kv_heads, head_dim_v, dtype),
         dout: view("dout", batch, seqlen_q, heads, head_dim_v, dtype),
-        dk: view("dk", batch, seqlen_k, kv_heads_split, head_dim, dtype),
-        dv: view("dv", batch, seqlen_k, kv_heads_split, head_dim_v, dtype),
+        dk: view("dk", batch, seqlen_k, kv_heads, head_dim, dtype),
+        dv: view("dv", batch, seqlen_k, kv_heads, head_dim_v, dtype),
+        dk_parts: T.Tensor([batch, kv_heads_split, kv_tile_count, BM * D], f32),
+        dv_parts: T.Tensor([batch, kv_heads_split, kv_tile_count, BM * DV], f32),
         lse_log2: T.Tensor([batch * heads, padded], f32),
         delta: T.Tensor([batch * heads, padded], f32),
         dq_accum: T.Tensor([batch * heads, padded // BN, BN * D], f32),
@@ -177,7 +150,10 @@ def build(spec):
                             q_tile = first
                             row = row + 1 - 2 * ph
                     count = end
-                    write_gradients(t, dk, dv, b, h_split, kv_tile, scale)
+                    if splits > 1:
+                        tiles.write_parts(t, dk_parts, dv_parts, b, rest - b * kv_heads_split, kv_tile)
+                    else:
+                        tiles.write_gradients(t, dk, dv, b, h_split, kv_tile, scale)
                     if causal:
                         T.barrier_arrive(t.kv_empty)
                         kv_tile = kv_tiles - 1 - column
@@ -191,8 +167,8 @@ def build(spec):
                         if causal:
                             if ph > 0:
                                 T.barrier_wait(t.kv_empty, 0)
-                        load(k, b, kv_tile * BM, kv_head, t.k_s, t.kv_full, 0)
-                        load(v, b, kv_tile * BM, kv_head, t.v_s, t.kv_full, 0)
+                        tiles.load(k, b, kv_tile * BM, kv_head, t.k_s, t.kv_full, 0)
+                        tiles.load(v, b, kv_tile * BM, kv_head, t.v_s, t.kv_full, 0)
                         if tx == CONSUMERS:
                             T.barrier_arrive(t.kv_full[0])
                         first = first_q_tile(kv_tile)
@@ -200,11 +176,11 @@ def build(spec):
                         for g in T.unroll(head_count, unroll_factor=1):
                             for q_tile in T.unroll(first, q_tiles, unroll_factor=1):
                                 T.barrier_wait(t.q_empty[slot(count, SQ)], phase(count, SQ) ^ 1)
-                                load(q, b, q_tile * BN, row - b * heads, t.q_s, t.q_full, count)
-                                load_row(lse_log2, row, q_tile * BN, t.lse_s, t.q_full, count)
+                                tiles.load(q, b, q_tile * BN, row - b * heads, t.q_s, t.q_full, count)
+                                tiles.load_row_and_arrive(lse_log2, row, q_tile * BN, t.lse_s, t.q_full, count)
                                 T.barrier_wait(t.dout_empty[slot(count, SQ)], phase(count, SQ) ^ 1)
-                                load(dout, b, q_tile * BN, row - b * heads, t.dout_s, t.dout_full, count)
-                                load_row(delta, row, q_tile * BN, t.delta_s, t.dout_full, count)
+                                tiles.load(dout, b, q_tile * BN, row - b * heads, t.dout_s, t.dout_full, count)
+                                tiles.load_row_and_arrive(delta, row, q_tile * BN, t.delta_s, t.dout_full, count)
                                 count = count + 1
                             row = row + 1 - 2 * ph
                         kv_tile = kv_tiles - 1 - column

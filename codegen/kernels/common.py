@@ -29,6 +29,14 @@ def view(name, batch, seqlen, heads, head_dim, dtype):
     return T.StridedTensor([batch, seqlen, heads, head_dim], [*strides, 1], dtype)
 
 
+def accum_index(i, j, rows):
+    """Place of [i, j] in a float32 tile of the workspace: the order of a wgmma accumulator, for each 8 columns 16 bytes of every thread.
+
+    `store_accum` and `add_dq` of csrc/device/backward.cuh write it too.
+    """
+    return (j // 8) * (rows * 8) + (i // 16) * 128 + (i % 8) * 16 + ((j % 8) // 2) * 4 + ((i // 8) % 2) * 2 + j % 2
+
+
 def slot(count, stages):
     """Buffer slot of the count-th tile in a ring of `stages`."""
     return count % stages

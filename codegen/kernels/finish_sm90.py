@@ -1,52 +1,59 @@
-"""After the backward: dQ from the accumulator order of the workspace to rows in 16 bit, times the softmax scale."""
+"""After the backward: a gradient from float32 tiles in accumulator order to rows in 16 bit, times a factor.
+
+dQ has one part; dK and dV, where several blocks shared a kv tile, one part of each block, which are added here in a fixed order.
+"""
 
 import tilelang.language as T
 
-from .common import size, view
+from .common import accum_index, size, view
 
-INCLUDES = ("device/backward.cuh",)
+INCLUDES = ("device/common.cuh",)
 
 
 def build(spec):
-    BN, D, dtype, f32 = spec.block_q, spec.head_dim, spec.dtype, T.float32
-    batch, seqlen_q, heads, head_dim, q_tiles = (size(n) for n in ("batch", "seqlen_q", "heads", "head_dim", "q_tiles"))
-    halves = 2 if BN == 64 else 1  # how the two warpgroups of the backward shared the tile: by columns, or by rows
+    ROWS, D, dtype, f32 = spec.block_q, spec.head_dim, spec.dtype, T.float32
+    batch, seqlen, heads, head_dim = (size(f"grad_{n}") for n in ("batch", "seqlen", "heads", "head_dim"))
+    tiles, parts = size("grad_tiles"), size("grad_parts")
+    halves = 2 if ROWS == 64 else 1  # how two warpgroups shared the tile: by columns, or by rows
     width = D // halves
 
     @T.prim_func
     def finish(
-        dq: view("dq", batch, seqlen_q, heads, head_dim, dtype),
-        dq_accum: T.Tensor([batch * heads, q_tiles, BN * D], f32),
-        scale: T.float32,
+        grad: view("grad", batch, seqlen, heads, head_dim, dtype),
+        grad_accum: T.Tensor([batch * heads, parts, tiles, ROWS * D], f32),
+        grad_scale: T.float32,
     ):
-        with T.Kernel(q_tiles * heads * batch, threads=spec.threads) as (block,):
-            accum = T.alloc_fragment([BN, D], f32)
-            rows_s = T.alloc_shared([BN, D], dtype)
+        with T.Kernel(tiles * heads * batch, threads=spec.threads) as (block,):
+            total = T.alloc_fragment([ROWS, D], f32)
+            rows_s = T.alloc_shared([ROWS, D], dtype)
             h = T.alloc_var("int32", init=0)
             b = T.alloc_var("int32", init=0)
             row = T.alloc_var("int32", init=0)
             tile = T.alloc_var("int32", init=0)
             tile = T.call_extern("int32", "gqa_attn::device::divide", block, batch * heads)
-            row = block - tile * batch * heads
+            row = block - tile * batch * heads  # heads of one place in the sequence lie together in memory
             b = T.call_extern("int32", "gqa_attn::device::divide", row, heads)
             h = row - b * heads
             # The layout of a wgmma accumulator: each thread reads back what a thread of the backward wrote, 16 bytes at a time.
             T.annotate_layout({
-                accum: T.Fragment(
-                    [BN, D],
-                    forward_thread_fn=lambda i, j: (j // width) * 128 * (halves - 1) + (i // 16) * 32 + (i % 8) * 4 + (j % 8) // 2,
+                total: T.Fragment(
+                    [ROWS, D],
+                    forward_thread_fn=lambda i, j: (
+                        (j // width) * 128 * (halves - 1) + (i // 16) * 32 + (i % 8) * 4 + (j % 8) // 2
+                    ),
                     forward_index_fn=lambda i, j: ((j % width) // 8) * 4 + ((i // 8) % 2) * 2 + j % 2,
                 )
             })
-            for i, j in T.Parallel(BN, D):
-                accum[i, j] = dq_accum[
-                    row, tile, (j // 8) * (BN * 8) + (i // 16) * 128 + (i % 8) * 16 + ((j % 8) // 2) * 4 + ((i // 8) % 2) * 2 + j % 2
-                ]
-            for i, j in T.Parallel(BN, D):
-                accum[i, j] = accum[i, j] * scale
-            T.copy(accum, rows_s)
+            for i, j in T.Parallel(ROWS, D):
+                total[i, j] = grad_accum[row, 0, tile, accum_index(i, j, ROWS)]
+            for part in T.serial(1, parts):
+                for i, j in T.Parallel(ROWS, D):
+                    total[i, j] = total[i, j] + grad_accum[row, part, tile, accum_index(i, j, ROWS)]
+            for i, j in T.Parallel(ROWS, D):
+                total[i, j] = total[i, j] * grad_scale
+            T.copy(total, rows_s)
             T.fence_proxy_async()
             T.sync_threads()
-            T.copy(rows_s, dq[b, tile * BN : (tile + 1) * BN, h, 0:D])
+            T.copy(rows_s, grad[b, tile * ROWS : (tile + 1) * ROWS, h, 0:D])
 
     return finish

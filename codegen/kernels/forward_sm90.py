@@ -31,6 +31,9 @@ def build(spec):
     out_chunk = 64 if DV % 64 == 0 else 32  # columns of one TMA store: the width of the tile's swizzle
     by_rows = T.GemmWarpPolicy.FullRow
 
+    def cpp_bool(condition):
+        return "true" if condition else "false"
+
     def work(what, *args):
         return T.call_extern("int32", f"{DEV}{what}", *args)
 
@@ -57,7 +60,9 @@ def build(spec):
     def score(t, wg, turn, count):
         T.barrier_wait(t.k_full[slot(count, SKV)], phase(count, SKV))
         take_turn(wg)
-        T.wgmma_gemm(t.q_s[slot(turn, SQ), :, :], t.k_s[slot(count, SKV), :, :], t.s, transpose_B=True, policy=by_rows, clear_accum=True)
+        T.wgmma_gemm(
+            t.q_s[slot(turn, SQ), :, :], t.k_s[slot(count, SKV), :, :], t.s, transpose_B=True, policy=by_rows, clear_accum=True
+        )
 
     @T.macro
     def mask(t, tile, first_key):
@@ -69,7 +74,7 @@ def build(spec):
 
     @T.macro
     def softmax(t, first, scale_log2):
-        step = f"{DEV}softmax_step<{BN}, {'true' if first else 'false'}, {spec.lazy_rescale}>"
+        step = f"{DEV}softmax_step<{BN}, {cpp_bool(first)}, {spec.lazy_rescale}>"
         T.call_extern("handle", step, t.s.data, t.row_max.data, t.rescale.data, t.row_sum.data, scale_log2)
 
     @T.macro
@@ -122,7 +127,8 @@ def build(spec):
     def load(source, b, first_row, h, tiles_s, full, count):
         stages, rows, columns = tiles_s.shape
         at = slot(count, stages)
-        T.tma_copy(source[b, first_row : first_row + rows, h, 0:columns], tiles_s[at, :, :], barrier=full[at], leader_scope_threads=32)
+        tile = source[b, first_row : first_row + rows, h, 0:columns]
+        T.tma_copy(tile, tiles_s[at, :, :], barrier=full[at], leader_scope_threads=32)
         if T.get_thread_binding() == consumers:
             T.barrier_arrive(full[at])
 
@@ -168,7 +174,7 @@ def build(spec):
             n = T.alloc_var("int32", init=0)     # kv tiles of this item
             count = T.alloc_var("int32", init=0)  # kv tiles before it: place in the rings
             masked = T.alloc_var("int32", init=0)
-            index = work(f"work_index<{'true' if causal else 'false'}>", turn, blocks)
+            index = work(f"work_index<{cpp_bool(causal)}>", turn, blocks)
             if tx < consumers:
                 T.set_max_nreg(spec.registers, 1)
                 wg = tx // 128
@@ -210,8 +216,9 @@ def build(spec):
                         t.row_sum[i] = (T.log2(t.row_sum[i]) + t.row_max[i] * scale_log2) * LN2
                     if output == "registers":
                         T.call_extern(
-                            "handle", f"{DEV}store_rows<{DV}, {'true' if dtype == 'bfloat16' else 'false'}>", t.o.data, t.rescale.data,
-                            T.address_of(out[b, tile * BM + wg * 64, h, 0]), out.strides[1], seqlen_q - tile * BM - wg * 64, head_dim_v,
+                            "handle", f"{DEV}store_rows<{DV}, {cpp_bool(dtype == 'bfloat16')}>", t.o.data, t.rescale.data,
+                            T.address_of(out[b, tile * BM + wg * 64, h, 0]), out.strides[1],
+                            seqlen_q - tile * BM - wg * 64, head_dim_v,
                         )
                     else:
                         for i, j in T.Parallel(BM, DV):
@@ -225,7 +232,7 @@ def build(spec):
                             T.barrier_arrive(t.q_empty[0])
                     T.copy(t.row_sum, lse[row, tile * BM : (tile + 1) * BM])
                     turn = turn + 1
-                    index = work(f"work_index<{'true' if causal else 'false'}>", turn, blocks)
+                    index = work(f"work_index<{cpp_bool(causal)}>", turn, blocks)
                 if wg == 0:
                     take_turn(wg)
                 T.tma_store_wait(0)
@@ -254,6 +261,6 @@ def build(spec):
                             load(v, b, first_key, kv_head, t.v_s, t.v_full, count)
                             count = count + 1
                         turn = turn + 1
-                        index = work(f"work_index<{'true' if causal else 'false'}>", turn, blocks)
+                        index = work(f"work_index<{cpp_bool(causal)}>", turn, blocks)
 
     return forward

@@ -1,19 +1,21 @@
 """Before the backward: delta = rowsum(dout * out) - dlse, lse in base 2, and the states of the dQ tiles cleared.
 
-Rows are padded to whole query tiles: lse = +inf there makes P = 0. TMA fills columns beyond head_dim_v with zeros, so that a power of two,
-which the row sum needs, serves every smaller width.
+Rows are padded to whole query tiles: lse = +inf there makes P = 0. TMA fills columns beyond head_dim_v with zeros, so that a
+power of two, which the row sum needs, serves every smaller width.
 """
 
 import tilelang.language as T
 
 from .common import LOG2E, size, view
 
-INCLUDES = ("device/backward.cuh",)
+INCLUDES = ("device/common.cuh",)
 
 
 def build(spec):
     BN, DV, dtype, f32 = spec.block_q, spec.head_dim_v, spec.dtype, T.float32
-    batch, seqlen_q, heads, head_dim_v, padded = (size(n) for n in ("batch", "seqlen_q", "heads", "head_dim_v", "seqlen_q_padded"))
+    batch, seqlen_q, padded, heads, head_dim_v = (
+        size(n) for n in ("batch", "seqlen_q", "seqlen_q_padded", "heads", "head_dim_v")
+    )
     lse_row_stride = T.dynamic("lse_row_stride", "int64")
     columns = min(DV, 128)  # reduced at once
 
@@ -63,6 +65,8 @@ def build(spec):
                         d[i] = d[i] - dlse[row, tile * BN + i]
             T.copy(d, delta[row, tile * BN : (tile + 1) * BN])
             for i in T.Parallel(BN):
-                lse_log2[row, tile * BN + i] = T.if_then_else(tile * BN + i < seqlen_q, lse[row, tile * BN + i] * LOG2E, T.infinity(f32))
+                lse_log2[row, tile * BN + i] = T.if_then_else(
+                    tile * BN + i < seqlen_q, lse[row, tile * BN + i] * LOG2E, T.infinity(f32)
+                )
 
     return prepare

@@ -4,11 +4,9 @@
 // j * 8 + (lane % 4) * 2 + c of row r * 8 + lane / 4 of the warp's 16 rows. Row vectors are float[2], indexed by r.
 #pragma once
 
-#include <cstdint>
+#include "common.cuh"
 
 namespace gqa_attn::device {
-
-__device__ __forceinline__ int divide(int a, int b) { return static_cast<int>(static_cast<unsigned>(a) / static_cast<unsigned>(b)); }
 
 // The persistent grid's work in order: sections of `section` head rows (batch * heads + head), within a section all head
 // rows of one query tile before the next tile. With `snake` every other round of the grid runs backwards, so that a block
@@ -111,7 +109,8 @@ __device__ __forceinline__ unsigned pack_pair(float low, float high) {
 // A warpgroup's [64, N] output times `factor` to 16-bit rows at `out`, 16 bytes a lane after a 4 x 4 transpose in each quad.
 // Rows from `rows` on and columns from `columns` (a multiple of 8) on are left alone.
 template <int N, bool bf16>
-__device__ __forceinline__ void store_rows(const float* accum, const float* factor, void* out, int64_t seq_stride, int rows, int columns) {
+__device__ __forceinline__ void store_rows(const float* accum, const float* factor, void* out, int64_t seq_stride, int rows,
+                                           int columns) {
   int lane = threadIdx.x & 31, quad_lane = lane & 3, warp = (threadIdx.x >> 5) & 3;
   bool odd = quad_lane & 1, high = quad_lane & 2;
 #pragma unroll
@@ -127,9 +126,21 @@ __device__ __forceinline__ void store_rows(const float* accum, const float* fact
         u[j] = pack_pair<bf16>(accum[at] * factor[r], accum[at + 1] * factor[r]);
       }
       unsigned s = __shfl_xor_sync(0xffffffffu, odd ? u[0] : u[1], 1), t = __shfl_xor_sync(0xffffffffu, odd ? u[2] : u[3], 1);
-      if (odd) { u[0] = s; u[2] = t; } else { u[1] = s; u[3] = t; }
+      if (odd) {
+        u[0] = s;
+        u[2] = t;
+      } else {
+        u[1] = s;
+        u[3] = t;
+      }
       s = __shfl_xor_sync(0xffffffffu, high ? u[0] : u[2], 2), t = __shfl_xor_sync(0xffffffffu, high ? u[1] : u[3], 2);
-      if (high) { u[0] = s; u[1] = t; } else { u[2] = s; u[3] = t; }
+      if (high) {
+        u[0] = s;
+        u[1] = t;
+      } else {
+        u[2] = s;
+        u[3] = t;
+      }
       int column = g * 32 + quad_lane * 8;
       if (row < rows && column < columns) *reinterpret_cast<uint4*>(line + column * 2) = make_uint4(u[0], u[1], u[2], u[3]);
     }

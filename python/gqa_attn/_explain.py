@@ -142,6 +142,6 @@ def _select(phase: str, problem: dict) -> KernelChoice | str:
         chosen = _library.compiled.select(phase, **problem)
     except NotImplementedError as refusal:
         return str(refusal)
-    helpers = tuple(chosen[role] for role in ("prepare", "reduce", "finish") if chosen[role])
+    helpers = tuple(chosen[role] for role in ("prepare", "finish_dq", "finish_dk", "finish_dv") if chosen[role])
     fields = {name: chosen[name] for name in KernelChoice.__dataclass_fields__ if name != "helpers"}
     return KernelChoice(helpers=helpers, **fields)
