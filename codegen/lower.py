@@ -110,7 +110,7 @@ def _expression(e):
 def _uniform_warpgroup(source):
     """threadIdx.x >> 7 in wgmma descriptors is not warp-uniform to ptxas; one shuffle makes it so.
 
-    In the backward this took spills from 68 bytes to 0 and gave 3 % (docs/kernels.md). In the forward it made no difference.
+    In the prototype's backward this took spills from 68 bytes to 0 and gave 3 %; in the forward it made no difference.
     """
     if "wgmma_ss" not in source:
         return source

@@ -1,7 +1,7 @@
 """The one table of kernels: every compiled kernel is a row here, and everything else is derived from it.
 
-The CUDA files, the C++ kernel table that selection searches, `gqa_attn.explain` and the support matrix all come from KERNELS.
-What each setting was measured against stands in docs/kernels.md.
+The CUDA files, the C++ kernel table that selection searches, `gqa_attn.explain` and `python -m gqa_attn info` all come from
+KERNELS. Designs and measurements stand in docs/kernels.md.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Kernel:
     producer_registers: int = 24
     # forward
     output: str = ""             # how O leaves: "registers", "own_tile" or "q_tile" of shared memory
-    lazy_rescale: int = 0        # O is rescaled when the maximum grew by more than 2 ** this
+    lazy_rescale: int = 0        # O is rescaled when exp2 of the maximum grew more than 2 ** this times; 0: always
     # backward
     p_16bit: bool = False        # dS from the 16-bit P: saves the registers of the float32 one
     dk_steps_with_dq: int = 0    # 16-row steps of dK's product issued before dQ is drained
@@ -64,7 +64,9 @@ FORWARD = {
     (256, 256): dict(block_q=128, block_kv=80, output="q_tile", lazy_rescale=8),
 }
 BACKWARD = {
-    (64, 64): dict(block_q=128, dk_steps_with_dq=8, stages_ds=2, drain_dv=True, dq_by_rows=True, registers=232, producer_registers=40),
+    (64, 64): dict(
+        block_q=128, dk_steps_with_dq=8, stages_ds=2, drain_dv=True, dq_by_rows=True, registers=232, producer_registers=40
+    ),
     (96, 96): dict(block_q=64, dk_steps_with_dq=4, stages_ds=2, registers=232, producer_registers=40),
     (128, 128): dict(block_q=64, dk_steps_with_dq=4, stages_ds=2, registers=232, producer_registers=40),
     (192, 128): dict(block_q=64, dk_steps_with_dq=2, p_16bit=True, drain_dv=True, registers=240),

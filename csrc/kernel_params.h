@@ -10,7 +10,7 @@ struct KernelParams {
   View q, k, v, out, dout, dk, dv;
   int batch = 0, heads = 0, kv_heads = 0;
   int seqlen_q = 0, seqlen_k = 0;
-  int head_dim = 0, head_dim_v = 0;  // as given; the kernel's own may be larger
+  int head_dim = 0, head_dim_v = 0;  // padded to 8; the kernel's own may be larger
   float scale = 0;                   // of the scores
   float scale_log2 = 0;              // scale * log2(e), for exp2
   int blocks = 0;                    // of a persistent grid

@@ -24,7 +24,7 @@ constexpr const char* name_of(Phase phase) {
   }
 }
 
-struct KernelParams;  // launch.h
+struct KernelParams;  // kernel_params.h
 
 struct Kernel {
   const char* name;

@@ -71,7 +71,9 @@ py::dict select_kernels(const std::string& phase, const std::string& dtype, bool
   if (kv_heads < 1 || heads % kv_heads != 0 || std::min({batch, seqlen_q, seqlen_k, heads, head_dim, head_dim_v}) < 0) {
     throw py::value_error("sizes must be >= 0 and heads a multiple of kv_heads");
   }
-  Problem problem{dtype_of(dtype), causal, batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, head_dim_v, arch, num_sms};
+  Problem problem{dtype_of(dtype), causal,  batch, seqlen_q, seqlen_k, heads, kv_heads, padded_head_dim(head_dim),
+                  padded_head_dim(head_dim_v), arch, num_sms};
+  if (const char* refusal = too_large(problem)) throw py::value_error(refusal);
   Selection selection;
   try {
     selection = phase == "forward" ? select_forward(problem) : select_backward(problem);

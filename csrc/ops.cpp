@@ -8,7 +8,6 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
-#include <limits>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -29,7 +28,8 @@ using torch::stable::Tensor;
 
 constexpr int64_t row_alignment = 16;  // bytes: TMA's, of addresses and strides
 constexpr int64_t element_bytes = 2;
-constexpr int64_t row_elements = row_alignment / element_bytes;
+constexpr int64_t row_elements = kRowElements;
+static_assert(row_elements * element_bytes == row_alignment);
 
 // ---- facts for the rules ----
 
@@ -158,7 +158,6 @@ Tensor allocate(const std::array<int64_t, rank>& sizes, int32_t dtype, int64_t b
   return Tensor(handle);
 }
 
-int64_t padded(int64_t head_dim) { return (head_dim + row_elements - 1) / row_elements * row_elements; }
 
 Tensor head_dim_slice(Tensor tensor, int64_t begin, int64_t end) {
   return torch::stable::narrow(tensor, tensor.dim() - 1, begin, end - begin);
@@ -173,7 +172,7 @@ std::array<int64_t, 3> view_strides(const Tensor& tensor) {
   auto sizes = tensor.sizes();
   auto strides = tensor.strides();
   std::array<int64_t, 3> result;
-  int64_t inner = padded(sizes[3]);
+  int64_t inner = padded_head_dim(sizes[3]);
   for (int i = 2; i >= 0; --i) {
     result[i] = sizes[i] > 1 ? strides[i] : inner;
     inner = result[i] * std::max<int64_t>(sizes[i], 1);
@@ -205,7 +204,7 @@ class Tensors {
   Tensor readable(const Tensor& tensor) const {
     if (!needs_copy(tensor)) return tensor;
     int64_t head_dim = tensor.size(3);
-    Tensor result = make(tensor.size(0), tensor.size(1), tensor.size(2), padded(head_dim));
+    Tensor result = make(tensor.size(0), tensor.size(1), tensor.size(2), padded_head_dim(head_dim));
     copy(head_dim_slice(result, 0, head_dim), tensor);
     if (result.size(3) > head_dim) {
       Tensor tail = head_dim_slice(result, head_dim, result.size(3));
@@ -219,7 +218,7 @@ class Tensors {
   }
 
   Tensor make_padded(const Tensor& like, int64_t head_dim) const {
-    return make(like.size(0), like.size(1), like.size(2), padded(head_dim));
+    return make(like.size(0), like.size(1), like.size(2), padded_head_dim(head_dim));
   }
 
   // A tensor of make_padded without its padding.
@@ -275,9 +274,7 @@ Problem problem_of(const Inputs& inputs, const Options& options, int32_t device)
   problem.head_dim = inputs.q.size(3);
   problem.head_dim_v = inputs.v.size(3);
   // No rule for all devices: it would bound the symbolic sizes of torch.export.
-  for (int64_t size : {problem.batch, problem.seqlen_q, problem.seqlen_k, problem.heads}) {
-    if (size > std::numeric_limits<int32_t>::max()) throw std::runtime_error("on CUDA each size must be below 2**31");
-  }
+  if (const char* refusal = too_large(problem)) throw std::runtime_error(refusal);
   problem.arch = limits.arch;
   problem.num_sms = limits.num_sms;
   return problem;

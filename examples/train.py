@@ -23,7 +23,7 @@ from tqdm import tqdm
 VOCABULARY = 256
 COMPARED_STEPS = 5
 # Largest difference between the two losses of a step, in nats. Two attentions that round differently drift apart as they train.
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-3}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-4}
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,12 @@ def test_attention_varlen_takes_one_cu_seqlens_for_self_attention():
 
 
 @pytest.mark.parametrize("given, flag, expected",
-                         [(None, False, False), (None, True, True), (True, False, True), (False, True, False)])
+                         [(None, False, False), (None, True, True), (None, "warn", False), (True, False, True),
+                          (False, True, False)])
 def test_deterministic_reaches_bwd(given, flag, expected):
     x = random_inputs(1, 9, 9, 2, 1, 8)
     leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
-    torch.use_deterministic_algorithms(flag)
+    torch.use_deterministic_algorithms(bool(flag), warn_only=flag == "warn")
     try:
         with OpCalls() as seen:
             out = gqa_attn.attention(*leaves, deterministic=given)
@@ -250,3 +251,20 @@ def test_info():
 
 def test_window_sizes_accepts_lists():
     assert _attention.window_sizes([3, -1]) == (3, -1)
+
+
+def test_window_of_a_symbolic_length_exports():
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return gqa_attn.attention(q, k, v, window=(q.shape[1] - 1, 0))
+
+    x = random_inputs(2, 20, 20, 2, 1, 16)
+    exported = torch.export.export(Model(), x[:3], dynamic_shapes=[{1: torch.export.Dim.DYNAMIC}] * 3)
+    longer = random_inputs(2, 33, 33, 2, 1, 16)
+    assert_matches(Results(exported.module()(*longer[:3])), *longer[:3], causal=True)
+
+
+def test_explain_under_autocast_sees_what_attention_sees():
+    q, k, v = (torch.empty(1, 8, 2, 16, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float32))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert gqa_attn.explain(q, k, v).device == "cpu"

@@ -1,5 +1,6 @@
 """The CPU path against float64: every option, both layouts, odd sizes, empty rows, empty tensors."""
 
+import gqa_attn
 import pytest
 import torch
 from cpu import bwd, check, fwd, in_new_process, int32, random_inputs, run, same
@@ -154,3 +155,15 @@ def test_k_and_v_are_not_expanded_to_the_query_heads():
         run(x)
     largest = max(event.cpu_memory_usage for event in profile.events())
     assert 0 < largest < 8 << 20
+
+
+def test_a_sink_of_minus_infinity_is_no_sink():
+    """Also in a row that sees no key, where -inf would meet -inf."""
+    x = random_inputs(1, 3, 1, 2, 2, 8)
+    q, k, v = (t.requires_grad_() for t in x[:3])
+    sinks = torch.tensor([0.3, float("-inf")], requires_grad=True)
+    out, lse = gqa_attn.attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
+    (out.sum() + lse[:, 0].sum()).backward()
+    assert torch.isfinite(sinks.grad).all() and sinks.grad[1] == 0
+    plain = gqa_attn.attention(q, k, v, causal=True)
+    assert torch.equal(out[:, :, 1], plain[:, :, 1])

@@ -89,3 +89,17 @@ def test_build_info():
     info = _C.build_info()
     assert info.keys() == {"version", "commit", "torch", "tilelang", "nvcc", "archs"}
     assert info["archs"] == sorted({row["arch"] for row in ROWS.values()})
+
+
+@needs_all_kernels
+def test_head_dims_are_padded_as_the_op_pads_them():
+    """D = 41 runs as 48: with 41 the rule on heads times head dim would choose other splits."""
+    problem = PROBLEM | dict(causal=True, batch=4, seqlen_q=4096, seqlen_k=4096, heads=48, kv_heads=4, head_dim_v=41)
+    assert _C.select("backward", **problem | dict(head_dim=41)) == _C.select("backward", **problem | dict(head_dim=48))
+
+
+@pytest.mark.parametrize("sizes", [dict(seqlen_q=2**31), dict(seqlen_k=2**40), dict(batch=2**19, heads=2**12, kv_heads=2**12)])
+def test_problems_beyond_32_bits_are_refused(sizes):
+    for phase in ("forward", "backward"):
+        with pytest.raises(ValueError, match=r"must be below 2\*\*31"):
+            _C.select(phase, **PROBLEM | sizes)

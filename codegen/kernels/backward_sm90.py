@@ -160,7 +160,7 @@ def build(spec):
             kv_tile = T.alloc_var("int32", init=0)
             passes = T.alloc_var("int32", init=1)    # kv tiles that this block owns
             count = T.alloc_var("int32", init=0)     # q tiles so far: place in the rings
-            first = T.alloc_var("int32", init=0)     # q tile that sees the kv tile
+            first = T.alloc_var("int32", init=0)     # of the q tiles that see the kv tile
             q_tile = T.alloc_var("int32", init=0)
             row = T.alloc_var("int32", init=0)       # batch * heads + head
             head_count = T.alloc_var("int32", init=heads_per_split)

@@ -1,7 +1,8 @@
 """Backward for Hopper, head dims 192 and 256: a 64-row kv tile whose dK and dV columns are shared out to two warpgroups.
 
 dK and dV of 128 kv rows would not fit in the registers, so a block owns 64 rows, each warpgroup has half of the columns of every
-product, and P and dS pass through shared memory. dQ is added to the zeroed workspace straight from registers. Otherwise as backward_sm90.
+product, and P and dS pass through shared memory. dQ is added to the zeroed workspace straight from registers. Otherwise as
+backward_sm90.
 """
 
 from types import SimpleNamespace
@@ -114,7 +115,7 @@ def build(spec):
             kv_tile = T.alloc_var("int32", init=0)
             passes = T.alloc_var("int32", init=1)    # kv tiles that this block owns
             count = T.alloc_var("int32", init=0)     # q tiles so far: place in the rings
-            first = T.alloc_var("int32", init=0)     # q tile that sees the kv tile
+            first = T.alloc_var("int32", init=0)     # of the q tiles that see the kv tile
             row = T.alloc_var("int32", init=0)       # batch * heads + head
             rest = divide(block, columns)
             column = block - rest * columns

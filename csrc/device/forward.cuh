@@ -47,7 +47,7 @@ __device__ __forceinline__ void finish_row_sum(float* row_sum) {
 
 // One step of the online softmax (Milakov and Gimelshein 2018): scores become exp2(score * scale_log2 - max), row_max (of raw
 // scores) and the lane's part of row_sum are updated, and rescale gets the factor for what was accumulated before.
-// A maximum that grew by no more than 2 ** lazy keeps the old one: results are the same, the rescaling is skipped.
+// A maximum by which exp2 grew no more than 2 ** lazy times keeps the old one: results are the same, the rescaling is skipped.
 template <int N, bool first, int lazy>
 __device__ __forceinline__ void softmax_step(float* scores, float* row_max, float* rescale, float* row_sum, float scale_log2) {
   float block_max[2];

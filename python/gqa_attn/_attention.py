@@ -24,11 +24,12 @@ def attention(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0
     """Softmax attention with grouped query heads: out = softmax(scale * q k^T + mask) v, differentiable once.
 
     Query head h reads kv head h // (Hq // Hk). Masks are aligned bottom-right: with off = Sk - Sq, query i sees the keys j with
-    i + off - left <= j <= i + off + right. A query that sees no key gets out = 0 and lse = -inf, and no gradient comes from it.
+    i + off - left <= j <= i + off + right. A query that sees no key gets out = 0 and lse = -inf (the
+    sink where there is one), and no gradient comes from it to q, k and v.
 
     Args:
-        q: [B, Sq, Hq, D]; float16 or bfloat16, on the CPU also float32 and float64. Any strides; no copy is made where the last
-            one is 1 and rows are 16-byte aligned. Under autocast q, k and v are cast to its dtype.
+        q: [B, Sq, Hq, D]; float16 or bfloat16, on the CPU also float32 and float64. Any strides; on CUDA no copy is made where
+            the last one is 1, rows are 16-byte aligned and D is a multiple of 8. Under autocast q, k and v are cast to its dtype.
         k: [B, Sk, Hk, D]; Hq is a multiple of Hk.
         v: [B, Sk, Hk, Dv]; D and Dv from 1 to 256.
         scale: factor on the scores, D ** -0.5 by default.
@@ -36,7 +37,8 @@ def attention(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0
         window: (left, right), keys seen before and behind the diagonal, -1 for no limit.
         softcap: c > 0 turns a scaled score s into c * tanh(s / c).
         sinks: [Hq], float32 or the dtype of q: one more logit per head in the denominator of the softmax, with no value.
-        deterministic: bitwise equal gradients from run to run; None follows torch.are_deterministic_algorithms_enabled().
+        deterministic: bitwise equal gradients from run to run; None follows torch.use_deterministic_algorithms, unless that
+            only warns.
         return_lse: also return lse, which is differentiable too.
 
     Returns:
@@ -84,11 +86,11 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k=None, *, scale=None, ca
 
 
 def _attention(q, k, v, scale, causal, window, softcap, sinks, cu_seqlens_q, cu_seqlens_k, deterministic, return_lse):
-    q, k, v, sinks = _autocast(q, k, v, sinks)
+    q, k, v, sinks = autocast(q, k, v, sinks)
     if forward_ad._current_level >= 0:  # private, but the only cheap way to ask
         _refuse_tangents(q, k, v, sinks)
     args = q, k, v, scale, causal, *window_sizes(window), softcap, sinks, cu_seqlens_q, cu_seqlens_k
-    if deterministic is None or deterministic == torch.are_deterministic_algorithms_enabled():
+    if deterministic is None or deterministic == _ops.deterministic_by_default():
         results = _ops.call(_ops.fwd, _rules.check_forward, *args)
     else:
         results = _ops.call(_ops.WithDeterministic.apply, _check_forward_of_function, *args, deterministic)
@@ -105,7 +107,7 @@ def _refuse_tangents(*tensors):
         raise NotImplementedError("gqa_attn::fwd has no forward-mode derivative")
 
 
-def _autocast(q, k, v, sinks):
+def autocast(q, k, v, sinks):
     """As torch's own attention: under autocast, inputs are cast to its dtype; float64 is left alone."""
     device = q.device.type if isinstance(q, Tensor) else "cpu"
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):  # "meta" has no autocast and would raise
@@ -115,10 +117,10 @@ def _autocast(q, k, v, sinks):
     def cast(x):
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
 
-    return cast(q), cast(k), cast(v), sinks if sinks is None or sinks.dtype == torch.float32 else cast(sinks)
+    return cast(q), cast(k), cast(v), sinks if isinstance(sinks, Tensor) and sinks.dtype == torch.float32 else cast(sinks)
 
 
 def window_sizes(window: tuple[int, int]) -> tuple[int, int]:
-    if isinstance(window, (tuple, list)) and len(window) == 2 and all(isinstance(size, int) for size in window):
+    if isinstance(window, (tuple, list)) and len(window) == 2 and all(isinstance(size, (int, torch.SymInt)) for size in window):
         return window[0], window[1]
     raise _rules.ArgumentTypeError(f"window must be two ints (left, right), -1 for no limit, got {window!r}")

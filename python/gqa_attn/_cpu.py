@@ -223,6 +223,8 @@ def _backward(
 
     dsinks = q.new_zeros(0)
     if sinks is not None:
-        dsinks = torch.exp(_rows_of_sinks(sinks, q, kv_heads) - rows_lse).mul_(delta).neg_()
+        rows_sink = _rows_of_sinks(sinks, q, kv_heads)
+        weights = torch.exp(rows_sink - rows_lse).masked_fill_(rows_sink == float("-inf"), 0)  # -inf - -inf in a row without keys
+        dsinks = weights.mul_(delta).neg_()
         dsinks = dsinks.view(batch, kv_heads, seqlen_q, group).sum((0, 2)).flatten()
     return _by_token(dq, q, kv_heads), _by_token(dk, k, kv_heads), _by_token(dv, v, kv_heads), dsinks

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from . import _library, _rules
-from ._attention import window_sizes
+from ._attention import autocast, window_sizes
+from ._ops import deterministic_by_default
 
 # What is assumed where the tensors are not on a GPU that can be asked (an H100 or H200).
 ASSUMED_ARCH, ASSUMED_SMS = 90, 132
@@ -69,8 +70,9 @@ def explain(
     if cu_seqlens_q is not None and cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        deterministic = deterministic_by_default()
     left, right = window_sizes(window)
+    q, k, v, sinks = autocast(q, k, v, sinks)
     if isinstance(q, Tensor) and q.device.type == "cpu":
         _rules.check_forward(q, k, v, scale, causal, left, right, softcap, sinks, cu_seqlens_q, cu_seqlens_k)
         path = "the CPU path, tile by tile in plain torch"

@@ -3,6 +3,7 @@
 Either may be missing: `problems` then says why, and everything but CUDA tensors still works.
 """
 
+import importlib
 from pathlib import Path
 from types import ModuleType
 
@@ -48,9 +49,7 @@ def _load() -> None:
             _define_without_library(reason)
             return
     try:
-        from . import _C  # type: ignore[attr-defined]
-
-        compiled = _C
+        compiled = importlib.import_module(f"{__package__}._C")
     except ImportError as error:
         problems["_C"] = str(error)
 

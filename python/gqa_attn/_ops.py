@@ -22,7 +22,8 @@ _kernels.impl("bwd", _cpu.backward, "CPU")
 
 
 # How the compiled op names what only Python has a type for.
-_TYPED = {r"could not allocate \d+ bytes": torch.OutOfMemoryError, r"gqa_attn has no \w+ kernel": _rules.UnsupportedError}
+_TYPED = {r"could not allocate \d+ bytes": torch.OutOfMemoryError, r"gqa_attn has no \w+ kernel": _rules.UnsupportedError,
+          r"must be below 2\*\*31": _rules.ArgumentError}
 
 
 def call(op: Callable, check: Callable, *args):
@@ -41,6 +42,11 @@ def call(op: Callable, check: Callable, *args):
         if not isinstance(error, tuple(_rules.ERRORS.values())):
             check(*args)
         raise
+
+
+def deterministic_by_default() -> bool:
+    """torch.use_deterministic_algorithms(True), unless it only warns: then no call may fail for want of a kernel."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 @torch.library.register_fake("gqa_attn::fwd")
@@ -66,7 +72,7 @@ def save_for_backward(ctx, inputs: Sequence, output: tuple[Tensor, Tensor]) -> N
     q, k, v, scale, causal, window_left, window_right, softcap, sinks, cu_seqlens_q, cu_seqlens_k = inputs
     ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens_q, cu_seqlens_k)
     ctx.options = scale, causal, window_left, window_right, softcap
-    ctx.deterministic = torch.are_deterministic_algorithms_enabled()
+    ctx.deterministic = deterministic_by_default()
     ctx.set_materialize_grads(False)
 
 
