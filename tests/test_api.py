@@ -253,17 +253,6 @@ def test_window_sizes_accepts_lists():
     assert _attention.window_sizes([3, -1]) == (3, -1)
 
 
-def test_window_of_a_symbolic_length_exports():
-    class Model(torch.nn.Module):
-        def forward(self, q, k, v):
-            return gqa_attn.attention(q, k, v, window=(q.shape[1] - 1, 0))
-
-    x = random_inputs(2, 20, 20, 2, 1, 16)
-    exported = torch.export.export(Model(), x[:3], dynamic_shapes=[{1: torch.export.Dim.DYNAMIC}] * 3)
-    longer = random_inputs(2, 33, 33, 2, 1, 16)
-    assert_matches(Results(exported.module()(*longer[:3])), *longer[:3], causal=True)
-
-
 def test_explain_under_autocast_sees_what_attention_sees():
     q, k, v = (torch.empty(1, 8, 2, 16, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float32))
     with torch.autocast("cpu", torch.bfloat16):

@@ -121,6 +121,6 @@ def autocast(q, k, v, sinks):
 
 
 def window_sizes(window: tuple[int, int]) -> tuple[int, int]:
-    if isinstance(window, (tuple, list)) and len(window) == 2 and all(isinstance(size, (int, torch.SymInt)) for size in window):
+    if isinstance(window, (tuple, list)) and len(window) == 2 and all(isinstance(size, int) for size in window):
         return window[0], window[1]
     raise _rules.ArgumentTypeError(f"window must be two ints (left, right), -1 for no limit, got {window!r}")
