@@ -202,8 +202,8 @@ def test_jobs(monkeypatch):
     monkeypatch.delenv("MAX_JOBS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(toolchain, "memory_limit", lambda: 8 << 30)
-    assert toolchain.jobs() == 4
-    monkeypatch.setattr(toolchain, "memory_limit", lambda: 1 << 30)
+    assert toolchain.jobs() == 8
+    monkeypatch.setattr(toolchain, "memory_limit", lambda: 1 << 29)
     assert toolchain.jobs() == 1
     monkeypatch.setenv("MAX_JOBS", "7")
     assert toolchain.jobs() == 7
