@@ -88,7 +88,7 @@ def _ninja_file():
     exports = ROOT / "csrc" / "exports.map"
     # libtorch.so is needed by name although no symbol comes from it: through it the weak ones of libtorch_cuda are found.
     ninja.build(LIBRARY, "link", objects, implicit=[str(exports)], variables={"flags": " ".join((
-        f"-Wl,-soname,{LIBRARY} -Wl,--version-script,{quote(str(exports))} ",
+        f"-Wl,-soname,{LIBRARY} -Wl,--version-script,{quote(str(exports))}",
         _flag("-L", torch / "lib"), "-Wl,--no-as-needed -ltorch -Wl,--as-needed -ltorch_cpu",
         _flag("-L", cuda.libraries), "-lcudart_static -ldl -lrt -lpthread",
         "-Wl,--no-undefined -Wl,--unresolved-symbols=ignore-in-shared-libs", _flag("-Wl,-rpath-link,", torch / "lib")))})
