@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import torch
-from kit import FINDERS, PHASES, Case, environment, find_peers, measure
+from gqa_attn import _info
+from gqa_attn._bench import HEADER, add_ratios, disagreements, table_line
+from gqa_attn._timing import Case, measure
+from kit import FINDERS, peers_named
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from reference import Results, assert_matches  # noqa: E402
@@ -40,7 +43,8 @@ def check(case: Case) -> None:
     group = case.heads // case.kv_heads
     for b, h in {(0, 0), (case.batch - 1, case.kv_heads - 1)}:
         batch, kv_head, heads = slice(b, b + 1), slice(h, h + 1), slice(h * group, (h + 1) * group)
-        got = Results(out[batch, :, heads], lse[batch, heads], dq[batch, :, heads], dk[batch, :, kv_head], dv[batch, :, kv_head])
+        got = Results(out[batch, :, heads], lse[batch, heads], dq[batch, :, heads], dk[batch, :, kv_head],
+                      dv[batch, :, kv_head])
         assert_matches(got, q[batch, :, heads], k[batch, :, kv_head], v[batch, :, kv_head], dout[batch, :, heads],
                        causal=case.causal)
 
@@ -49,17 +53,14 @@ def main() -> None:
     args = parse_arguments()
     case = Case("given", args.batch, args.seqlen, args.heads, args.heads // args.groups, args.head_dim_qk, args.head_dim_v,
                 args.causal, DTYPES[args.dtype])
-    peers, reasons = find_peers(args.peers.split(","))
-    print(environment(), case, sep="\n")
+    peers, missing = peers_named(args.peers)
+    print(_info.as_text(_info.machine_and_build()), case, sep="\n")
     if "gqa_attn" in peers:
         check(case)
         print("gqa_attn: forward and backward agree with float64")
     rows, refusals = measure(case, peers, rounds=4, rep_ms=50)
-    print(f"{'peer':10}" + "".join(f"{phase + ' ms':>10}{'TFLOPS':>8}" for phase in PHASES))
-    for row in rows:
-        cells = (f"{row[f'{p}_ms']:10.3f}{row[f'{p}_tflops']:8.0f}" if row[f"{p}_ms"] else f"{'-':>10}{'-':>8}" for p in PHASES)
-        print(f"{row['peer']:10}" + "".join(cells))
-    print(*(f"{name}: {why}" for name, why in reasons.items()), *refusals, sep="\n")
+    add_ratios(rows)
+    print(HEADER, *map(table_line, rows), *missing, *refusals, *disagreements(case, rows), sep="\n")
 
 
 if __name__ == "__main__":

@@ -165,5 +165,11 @@ def test_a_sink_of_minus_infinity_is_no_sink():
     out, lse = gqa_attn.attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
     (out.sum() + lse[:, 0].sum()).backward()
     assert torch.isfinite(sinks.grad).all() and sinks.grad[1] == 0
+    _, lse = fwd(q.detach(), k.detach(), v.detach(), causal=True, sinks=sinks.detach())
+    dlse = torch.zeros_like(lse)
+    dlse[:, 1, :2] = float("nan")  # of rows that see neither a key nor a sink
+    results = bwd(torch.ones_like(out), q.detach(), k.detach(), v.detach(), out.detach(), lse, dlse, causal=True,
+                  sinks=sinks.detach())
+    assert all(t.isfinite().all() for t in results) and results[3][1] == 0
     plain = gqa_attn.attention(q, k, v, causal=True)
     assert torch.equal(out[:, :, 1], plain[:, :, 1])

@@ -68,7 +68,7 @@ LOAD = f"import torch; torch.ops.load_library({str(_library.PATH)!r})"
 
 INFO = """
     import json
-    from gqa_attn.__main__ import collect
+    from gqa_attn._info import collect
     print(json.dumps(collect()["missing"]))
 """
 

@@ -4,7 +4,6 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import _ops, _rules
 
@@ -29,7 +28,8 @@ def attention(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0
 
     Args:
         q: [B, Sq, Hq, D]; float16 or bfloat16, on the CPU also float32 and float64. Any strides; on CUDA no copy is made where
-            the last one is 1, rows are 16-byte aligned and D is a multiple of 8. Under autocast q, k and v are cast to its dtype.
+            the last one is 1, rows are 16-byte aligned and D is a multiple of 8. Under autocast q, k and v are cast to its
+            dtype.
         k: [B, Sk, Hk, D]; Hq is a multiple of Hk.
         v: [B, Sk, Hk, Dv]; D and Dv from 1 to 256.
         scale: factor on the scores, D ** -0.5 by default.
@@ -42,11 +42,12 @@ def attention(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0
         return_lse: also return lse, which is differentiable too.
 
     Returns:
-        out [B, Sq, Hq, Dv] in the dtype of q; with return_lse (out, lse): lse [B, Hq, Sq], the natural logarithm of the softmax's
-        denominator, float32 (float64 for float64 inputs).
+        out [B, Sq, Hq, Dv] in the dtype of q; with return_lse (out, lse): lse [B, Hq, Sq], the natural logarithm of the
+        softmax's denominator, float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError, TypeError: an argument is not as above. NotImplementedError: no kernel on this device for this call yet.
+        ValueError, TypeError: an argument is not as above. NotImplementedError: no kernel on this device for this call; double
+        backward; forward-mode derivatives.
         torch.OutOfMemoryError.
     """
     return _attention(q, k, v, scale, causal, window, softcap, sinks, None, None, deterministic, return_lse)
@@ -87,24 +88,14 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k=None, *, scale=None, ca
 
 def _attention(q, k, v, scale, causal, window, softcap, sinks, cu_seqlens_q, cu_seqlens_k, deterministic, return_lse):
     q, k, v, sinks = autocast(q, k, v, sinks)
-    if forward_ad._current_level >= 0:  # private, but the only cheap way to ask
-        _refuse_tangents(q, k, v, sinks)
-    args = q, k, v, scale, causal, *window_sizes(window), softcap, sinks, cu_seqlens_q, cu_seqlens_k
-    if deterministic is None or deterministic == _ops.deterministic_by_default():
-        results = _ops.call(_ops.fwd, _rules.check_forward, *args)
-    else:
-        results = _ops.call(_ops.WithDeterministic.apply, _check_forward_of_function, *args, deterministic)
+    left, right = window_sizes(window)
+    args = q, k, v, scale, causal, left, right, softcap, sinks, cu_seqlens_q, cu_seqlens_k, deterministic
+    results = _ops.call(_ops.forward, _check_forward, *args)
     return results if return_lse else results[0]
 
 
-def _check_forward_of_function(*args):
+def _check_forward(*args):
     _rules.check_forward(*args[:-1])
-
-
-def _refuse_tangents(*tensors):
-    """torch would drop the tangents of an op that has no forward-mode rule, and give zeros without a word."""
-    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError("gqa_attn::fwd has no forward-mode derivative")
 
 
 def autocast(q, k, v, sinks):

@@ -23,6 +23,7 @@ class _Options(NamedTuple):
     softcap: float
 
 
+@torch.autocast("cpu", enabled=False)  # or it would take the products of float32 below in its own dtype
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: bool = False, window_left: int = -1,
     window_right: int = -1, softcap: float = 0.0, sinks: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
@@ -42,6 +43,7 @@ def forward(
     return out, lse
 
 
+@torch.autocast("cpu", enabled=False)
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None,
     scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1, softcap: float = 0.0,
@@ -224,7 +226,7 @@ def _backward(
     dsinks = q.new_zeros(0)
     if sinks is not None:
         rows_sink = _rows_of_sinks(sinks, q, kv_heads)
-        weights = torch.exp(rows_sink - rows_lse).masked_fill_(rows_sink == float("-inf"), 0)  # -inf - -inf in a row without keys
-        dsinks = weights.mul_(delta).neg_()
+        dsinks = torch.exp(rows_sink - rows_lse).mul_(delta).neg_()
+        dsinks.masked_fill_(rows_sink == float("-inf"), 0)  # a row without keys has lse -inf there, and anything as its dlse
         dsinks = dsinks.view(batch, kv_heads, seqlen_q, group).sum((0, 2)).flatten()
     return _by_token(dq, q, kv_heads), _by_token(dk, k, kv_heads), _by_token(dv, v, kv_heads), dsinks

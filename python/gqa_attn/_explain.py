@@ -12,6 +12,8 @@ from ._ops import deterministic_by_default
 # What is assumed where the tensors are not on a GPU that can be asked (an H100 or H200).
 ASSUMED_ARCH, ASSUMED_SMS = 90, 132
 
+ROW_ELEMENTS, ROW_BYTES = 8, 16  # the unit of TMA: rows are whole ones and start at one
+
 
 @dataclass(frozen=True)
 class KernelChoice:
@@ -28,6 +30,8 @@ class KernelChoice:
     workspace_bytes: int  # allocated during the call
     splits: int  # blocks that share a kv tile
     helpers: tuple[str, ...]  # kernels before and after the main one
+    copies: tuple[str, ...]  # tensors that the op copies: kernels cannot read or write them as they are
+    copies_bytes: int  # allocated for these, besides the workspace
     reason: str
 
     def __str__(self) -> str:
@@ -38,6 +42,8 @@ class KernelChoice:
             f"{self.smem_bytes} bytes of shared memory",
             f"  workspace  {self.workspace_bytes} bytes",
         ]
+        if self.copies:
+            lines.append(f"  copies     {self.copies_bytes} bytes for {', '.join(self.copies)}")
         if self.splits > 1:
             lines.append(f"  splits     {self.splits} blocks per kv tile")
         if self.helpers:
@@ -64,8 +70,9 @@ def explain(
 ) -> Explanation:
     """Which kernels `attention` (with cu_seqlens `attention_varlen`) would run for these arguments, and why.
 
-    Only shapes, dtypes and devices are looked at, so meta tensors do: for them, an sm_90 GPU with 132 SMs is assumed.
-    Arguments that attention does not take raise as they do there; a call that has no kernel is explained.
+    Only shapes, strides, dtypes and devices are looked at, so meta tensors do: for them, an sm_90 GPU with 132 SMs is assumed.
+    The gradient of out is taken to be contiguous. Arguments that attention does not take raise as they do there; a call that
+    has no kernel is explained.
     """
     if cu_seqlens_q is not None and cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
@@ -73,28 +80,44 @@ def explain(
         deterministic = deterministic_by_default()
     left, right = window_sizes(window)
     q, k, v, sinks = autocast(q, k, v, sinks)
-    if isinstance(q, Tensor) and q.device.type == "cpu":
-        _rules.check_forward(q, k, v, scale, causal, left, right, softcap, sinks, cu_seqlens_q, cu_seqlens_k)
-        path = "the CPU path, tile by tile in plain torch"
-        return Explanation("cpu", path, path)
+    options = (scale, causal, left, right, softcap)
+    # As given first: errors name the devices that the caller knows.
+    _refusal(_rules.check_forward, q, k, v, *options, sinks, cu_seqlens_q, cu_seqlens_k)
+    if q.device.type not in ("cuda", "meta"):
+        on_cpu = q.device.type == "cpu"
+        path = "the CPU path, tile by tile in plain torch" if on_cpu else "none: kernels are for CUDA and the CPU"
+        return Explanation(str(q.device), path, path)
 
-    q, k, v, sinks, cu_seqlens_q, cu_seqlens_k = map(_as_on_gpu, (q, k, v, sinks, cu_seqlens_q, cu_seqlens_k))
-    options = (scale, causal, left, right, softcap, sinks, cu_seqlens_q, cu_seqlens_k)
-    refusals = {"forward": _refusal(_rules.check_forward, q, k, v, *options)}
+    device = torch.device("cuda") if q.device.type == "meta" else q.device
+    inputs = [_on(device, x) for x in (q, k, v)]
+    optional = [_on(device, x) for x in (sinks, cu_seqlens_q, cu_seqlens_k)]
     *tokens, heads, _ = q.shape
-    out = _Stub((*tokens, heads, v.shape[-1]), q.dtype, q.device)
-    lse = _Stub((*tokens[:-1], heads, tokens[-1]), torch.float32, q.device)
-    refusals["backward"] = _refusal(_rules.check_backward, out, q, k, v, out, lse, None, *options, deterministic)
+    out = _Stub((*tokens, heads, v.shape[-1]), q.dtype, device)
+    lse = _Stub((*tokens[:-1], heads, tokens[-1]), torch.float32, device)
+    refusals = {
+        "forward": _refusal(_rules.check_forward, *inputs, *options, *optional),
+        "backward": _refusal(_rules.check_backward, out, *inputs, out, lse, None, *options, *optional, deterministic),
+    }
+    if q.numel() == 0 or k.numel() == 0:
+        nothing = "none: without queries or without keys, results are only filled"
+        refusals = {phase: refusal or nothing for phase, refusal in refusals.items()}
     if all(refusals.values()):
-        return Explanation(_name_of(q.device), **refusals)
+        return Explanation(_name_of(device), **refusals)
+    problem, copies = _problem(q, k, v, causal, right, _limits_of(device)), _copies(q, k, v, scale)
+    return Explanation(_name_of(device), **{
+        phase: refusal or _select(phase, problem, copies[phase]) for phase, refusal in refusals.items()
+    })
 
-    arch, num_sms = _limits_of(q.device)
-    problem = dict(
-        dtype=str(q.dtype).removeprefix("torch."), causal=causal or right == 0, batch=q.shape[0], seqlen_q=q.shape[1],
-        seqlen_k=k.shape[1], heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3], head_dim_v=v.shape[3], arch=arch,
-        num_sms=num_sms,
+
+def _problem(q: Tensor, k: Tensor, v: Tensor, causal: bool, right: int, limits: tuple[int, int]) -> dict:
+    """What select() takes, as csrc/ops.cpp puts it together."""
+    *batch, seqlen_q, heads, head_dim = q.shape
+    arch, num_sms = limits
+    return dict(
+        dtype=str(q.dtype).removeprefix("torch."), causal=causal or right == 0, batch=batch[0] if batch else 1,
+        seqlen_q=seqlen_q, seqlen_k=k.shape[-3], heads=heads, kv_heads=k.shape[-2], head_dim=head_dim, head_dim_v=v.shape[-1],
+        arch=arch, num_sms=num_sms,
     )
-    return Explanation(_name_of(q.device), **{phase: refusal or _select(phase, problem) for phase, refusal in refusals.items()})
 
 
 @dataclass
@@ -108,12 +131,8 @@ class _Stub:
     is_nested: bool = False
 
 
-def _as_on_gpu(tensor):
-    """Stands for a tensor, on the assumed GPU where it is on none."""
-    if not isinstance(tensor, Tensor) or tensor.is_nested:
-        return tensor  # None, or for the rules to refuse
-    device = torch.device("cuda") if tensor.device.type == "meta" else tensor.device
-    return _Stub(tuple(tensor.shape), tensor.dtype, device, tensor.layout)
+def _on(device: torch.device, tensor: Tensor | None) -> _Stub | None:
+    return None if tensor is None else _Stub(tuple(tensor.shape), tensor.dtype, device)
 
 
 def _refusal(check, *args) -> str:
@@ -137,7 +156,30 @@ def _name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def _select(phase: str, problem: dict) -> KernelChoice | str:
+def _copies(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> dict[str, dict[str, int]]:
+    """Phase -> tensor -> bytes of the copy that the op makes, as csrc/ops.cpp decides it."""
+    negated = scale is not None and scale < 0  # the sign moves into q
+    inputs = {name: _padded_bytes(x) for name, x in (("q", q), ("k", k), ("v", v)) if _needs_copy(x) or (x is q and negated)}
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device="meta")
+
+    def padded(**outputs):
+        return {name: _padded_bytes(like) for name, like in outputs.items() if like.shape[-1] % ROW_ELEMENTS}
+
+    return {"forward": inputs | padded(out=out), "backward": inputs | padded(out=out, dout=out, dq=q, dk=k, dv=v)}
+
+
+def _needs_copy(x: Tensor) -> bool:
+    strides = [stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1]
+    return bool(x.shape[-1] % ROW_ELEMENTS or x.stride(-1) != 1 or x.data_ptr() % ROW_BYTES
+                or any(stride % ROW_ELEMENTS for stride in strides))
+
+
+def _padded_bytes(x: Tensor) -> int:
+    rows, head_dim = x.numel() // x.shape[-1], x.shape[-1]
+    return rows * -(-head_dim // ROW_ELEMENTS) * ROW_BYTES
+
+
+def _select(phase: str, problem: dict, copies: dict[str, int]) -> KernelChoice | str:
     if _library.compiled is None:
         return f"unknown: gqa_attn._C is missing ({_library.problems['_C']})"
     try:
@@ -145,5 +187,5 @@ def _select(phase: str, problem: dict) -> KernelChoice | str:
     except NotImplementedError as refusal:
         return str(refusal)
     helpers = tuple(chosen[role] for role in ("prepare", "finish_dq", "finish_dk", "finish_dv") if chosen[role])
-    fields = {name: chosen[name] for name in KernelChoice.__dataclass_fields__ if name != "helpers"}
-    return KernelChoice(helpers=helpers, **fields)
+    fields = {name: chosen[name] for name in KernelChoice.__dataclass_fields__ if name in chosen}
+    return KernelChoice(helpers=helpers, copies=tuple(copies), copies_bytes=sum(copies.values()), **fields)
