@@ -21,6 +21,7 @@ from .toolchain import ROOT, find_cuda, jobs, require_build_packages, tilelang_p
 GENERATED = ROOT / "csrc" / "generated"
 BUILD = ROOT / "build" / "native"
 LIBRARY = "libgqa_attn.so"
+EXPORTS = ROOT / "csrc" / "exports.map"
 MODULE = "_C" + sysconfig.get_config_var("EXT_SUFFIX")
 _STAMP = GENERATED / "generated_from"
 
@@ -59,7 +60,8 @@ def is_generated():
 
 def _fingerprint():
     """Of everything that codegen's result depends on, and of what stands in csrc/generated."""
-    inputs = [*ROOT.glob("codegen/**/*.py"), ROOT / "python" / "gqa_attn" / "_rules.py",
+    codegen = (path for path in ROOT.glob("codegen/**/*.py") if not path.name.startswith("tune"))
+    inputs = [*codegen, ROOT / "python" / "gqa_attn" / "_rules.py",
               *(path for path in GENERATED.glob("*") if path != _STAMP)]
     digest = hashlib.sha256(f"tilelang {tilelang_pin()}, GQA_ATTN_KERNELS={os.environ.get('GQA_ATTN_KERNELS', '')}".encode())
     for path in sorted(inputs):
@@ -79,38 +81,40 @@ def _ninja_file():
     """Whole commands stand in the file, so that a changed flag or toolkit rebuilds what it concerns."""
     from ninja.ninja_syntax import Writer  # here: setup.py imports this file before it knows that ninja is there
 
-    cuda = find_cuda()
-    torch, tilelang, pybind11 = (Path(importlib.util.find_spec(name).origin).parent for name in ("torch", "tilelang", "pybind11"))
+    cuda, pybind11 = find_cuda(), _package("pybind11")
     text = io.StringIO()
     ninja = Writer(text, width=130)
-    _write_rules(ninja, cuda, torch, tilelang)
-    objects = [*_write_kernels(ninja), *_write_sources(ninja, torch)]
-    exports = ROOT / "csrc" / "exports.map"
-    # libtorch.so is needed by name although no symbol comes from it: through it the weak ones of libtorch_cuda are found.
-    ninja.build(LIBRARY, "link", objects, implicit=[str(exports)], variables={"flags": " ".join((
-        f"-Wl,-soname,{LIBRARY} -Wl,--version-script,{quote(str(exports))}",
-        _flag("-L", torch / "lib"), "-Wl,--no-as-needed -ltorch -Wl,--as-needed -ltorch_cpu",
-        _flag("-L", cuda.libraries), "-lcudart_static -ldl -lrt -lpthread",
-        "-Wl,--no-undefined -Wl,--unresolved-symbols=ignore-in-shared-libs", _flag("-Wl,-rpath-link,", torch / "lib")))})
+    write_rules(ninja, cuda)
+    kernels = sorted(GENERATED.glob("*.cu"))
+    write_library(ninja, LIBRARY, [
+        *(write_kernel(ninja, source) for source in kernels), *write_common(ninja, kernels),
+        *(write_source(ninja, source) for source in sorted(GENERATED.glob("*.cpp")))])
 
     versions = {"VERSION": _version(), "COMMIT": _commit(), "TORCH": importlib.metadata.version("torch"),
                 "TILELANG": importlib.metadata.version("tilelang"), "NVCC": cuda.version}
-    ninja.build("module.o", "cxx", str(ROOT / "csrc" / "module.cpp"), variables={"flags": " ".join((
+    write_source(ninja, ROOT / "csrc" / "module.cpp", flags=" ".join((
         "-fvisibility=hidden", *(f"-DGQA_ATTN_{name}='\"{value}\"'" for name, value in versions.items()),
-        _flag("-isystem ", pybind11 / "include"), _flag("-isystem ", sysconfig.get_paths()["include"])))})
+        _flag("-isystem ", pybind11 / "include"), _flag("-isystem ", sysconfig.get_paths()["include"]))))
     # Python's symbols come with the interpreter.
     ninja.build(MODULE, "link", ["module.o", LIBRARY], variables={
         "flags": "-Wl,-rpath,'$$ORIGIN' -Wl,--unresolved-symbols=ignore-all"})
     return text.getvalue()
 
 
-def _write_rules(ninja, cuda, torch, tilelang):
+def write_rules(ninja, cuda):
     cxx = os.environ.get("CXX", "g++")
+    torch, tilelang = _package("torch"), _package("tilelang")
     includes = f"{_flag('-I', ROOT / 'csrc')} {_flag('-isystem ', cuda.include)}"
     kernel_includes = " ".join(_flag("-isystem ", folder) for folder in (
         tilelang / "src", tilelang / "3rdparty" / "cutlass" / "include", cuda.include / "cccl"))
     # The prefix maps keep this machine's paths out of the libraries.
     maps = f"{_flag('-ffile-prefix-map=', f'{ROOT}=.')} {_flag('-ffile-prefix-map=', f'{torch.parent}=.')}"
+    # libtorch.so is needed by name although no symbol comes from it: through it the weak ones of libtorch_cuda are found.
+    library = " ".join((
+        f"-Wl,-soname,{LIBRARY} -Wl,--version-script,{quote(str(EXPORTS))}",
+        _flag("-L", torch / "lib"), "-Wl,--no-as-needed -ltorch -Wl,--as-needed -ltorch_cpu",
+        _flag("-L", cuda.libraries), "-lcudart_static -ldl -lrt -lpthread",
+        "-Wl,--no-undefined -Wl,--unresolved-symbols=ignore-in-shared-libs", _flag("-Wl,-rpath-link,", torch / "lib")))
     ninja.rule("kernel", f"{_flag('', cuda.nvcc)} -ccbin {cxx} -std=c++20 -O3 --use_fast_math --ptxas-options=-v $arch "
                f"{includes} {kernel_includes} -Xcompiler -fPIC "
                "-MD -MF $out.d -c $in -o $out > $log 2>&1 || { cat $log; exit 1; }",
@@ -119,25 +123,44 @@ def _write_rules(ninja, cuda, torch, tilelang):
                "-MD -MF $out.d -c $in -o $out",
                description="c++ $in", depfile="$out.d", deps="gcc")
     ninja.rule("link", f"{cxx} -shared -Wl,-s $in $flags -o $out", description="link $out")
+    ninja.rule("library", f"{cxx} -shared -Wl,-s $in {library} -o $out", description="link $out")
 
 
-def _write_kernels(ninja):
-    for source in sorted(GENERATED.glob("*.cu")):
-        arch = re.search(r"_sm(\d+)", source.stem)[1] + "a"  # a: with the instructions that only this architecture has
-        log = f"{source.stem}.ptxas.log"
-        ninja.build(f"{source.stem}.o", "kernel", str(source), implicit_outputs=[log],
-                    variables={"arch": f"-gencode arch=compute_{arch},code=sm_{arch}", "log": log})
-        yield f"{source.stem}.o"
+def write_common(ninja, kernels):
+    """The objects of csrc itself, which a library has besides its kernels and their table."""
+    archs = sorted(set(map(_arch, kernels)))
+    torch_flags = f"-DTORCH_TARGET_VERSION=0x020a000000000000 {_flag('-isystem ', _package('torch') / 'include')}"
+    for source in sorted((ROOT / "csrc").glob("*.cu")):
+        yield write_kernel(ninja, source, archs=archs)
+    for source in sorted((ROOT / "csrc").glob("*.cpp")):
+        if source.name != "module.cpp":
+            yield write_source(ninja, source, flags=torch_flags if source.name == "ops.cpp" else "")  # no other may know torch
 
 
-def _write_sources(ninja, torch):
-    torch_flags = f"-DTORCH_TARGET_VERSION=0x020a000000000000 {_flag('-isystem ', torch / 'include')}"
-    for source in sorted([*(ROOT / "csrc").glob("*.cpp"), *GENERATED.glob("*.cpp")]):
-        if source.name == "module.cpp":
-            continue
-        flags = torch_flags if source.name == "ops.cpp" else ""  # no other file may know torch
-        ninja.build(f"{source.stem}.o", "cxx", str(source), variables={"flags": flags})
-        yield f"{source.stem}.o"
+def write_library(ninja, library, objects):
+    ninja.build(library, "library", objects, implicit=[str(EXPORTS)])
+
+
+def write_kernel(ninja, source, folder="", archs=None):
+    """The object of a CUDA file, in `folder` of the build; beside it, as <name>.ptxas.log, what the compiler said."""
+    log = f"{folder}{source.stem}.ptxas.log"
+    flags = " ".join(f"-gencode arch=compute_{arch},code=sm_{arch}" for arch in archs or [_arch(source)])
+    target = f"{folder}{source.stem}.o"
+    ninja.build(target, "kernel", str(source), implicit_outputs=[log], variables={"arch": flags, "log": log})
+    return target
+
+
+def write_source(ninja, source, folder="", flags=""):
+    ninja.build(f"{folder}{source.stem}.o", "cxx", str(source), variables={"flags": flags})
+    return f"{folder}{source.stem}.o"
+
+
+def _arch(kernel):
+    return re.search(r"_sm(\d+)", kernel.stem)[1] + "a"  # a: with the instructions that only this architecture has
+
+
+def _package(name):
+    return Path(importlib.util.find_spec(name).origin).parent
 
 
 def _flag(option, value):

@@ -27,15 +27,15 @@ def generate():
         raise SystemExit(f"GQA_ATTN_KERNELS={wanted}: no kernel's name contains it; names: {', '.join(k.name for k in KERNELS)}")
     with ProcessPoolExecutor(jobs()) as pool:
         kernels = list(zip(specs, pool.map(lower_kernel, specs)))
-    files = {f"{spec.name}.cu": emit.cuda_file(spec, lowered, _family(spec).INCLUDES) for spec, lowered in kernels}
+    files = {f"{spec.name}.cu": emit.cuda_file(spec, lowered, family(spec).INCLUDES) for spec, lowered in kernels}
     return {**files, "table.cpp": emit.table_file(kernels), "rules.h": rules.rules_header()}
 
 
 def lower_kernel(spec):
-    return lower(_family(spec).build(spec), spec.name, f"sm_{spec.arch}a", PASSES)
+    return lower(family(spec).build(spec), spec.name, f"sm_{spec.arch}a", PASSES)
 
 
-def _family(spec):
+def family(spec):
     return importlib.import_module(f".kernels.{spec.family}", __package__)
 
 

@@ -68,11 +68,12 @@ def _row(spec, lowered):
         f"Phase::{spec.phase}",
         str(spec.arch),
         f"DType::{spec.dtype}",
-        "true" if spec.causal else "false",
+        f"Mask::{spec.mask}",
         *(str(c) for c in (spec.head_dim, spec.head_dim_v, spec.block_q, spec.block_kv, spec.stages_q, spec.stages_kv)),
         str(lowered.threads),
         str(spec.registers),
         str(lowered.smem_bytes),
+        "true" if spec.softcap else "false",
         "true" if spec.zeroed_dq else "false",
         f"launch_{spec.name}",
     ]

@@ -59,9 +59,8 @@ def _check(name, rules):
 
 
 def _message(rule):
-    names = ", ".join(f"{{{_expression(asked)}, {_string(name)}}}" for name, asked in rule.missing)
     parts = _rules.FIELD.split(rule.message)  # text, fact, text, fact, ..., text
-    return " + ".join(f"listed({{{names}}})" if part == "missing" else f"text({_expression(part)})" if odd else _string(part)
+    return " + ".join(f"text({_expression(part)})" if odd else _string(part)
                       for odd, part in ((i % 2, part) for i, part in enumerate(parts)) if part)
 
 

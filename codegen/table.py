@@ -16,7 +16,8 @@ class Kernel:
     dtype: str
     head_dim: int = 0
     head_dim_v: int = 0
-    causal: bool = False
+    mask: str = "general"        # "full", "causal" or "general": windows, softcap, packed sequences
+    softcap: bool = False        # serves problems with one
     arch: int = 90
     block_q: int = 0
     block_kv: int = 0
@@ -41,23 +42,26 @@ class Kernel:
         dims = "x".join(str(d) for d in (self.head_dim, self.head_dim_v) if d)
         rows = f"r{self.block_q}" if self.phase == "backward_finish" else ""
         dtype = {"float16": "fp16", "bfloat16": "bf16"}[self.dtype]
-        parts = [self.family, f"d{dims}", rows, dtype, "causal" if self.causal else ""]
-        return "_".join(p for p in parts if p)
+        mask = self.mask if self.phase == "forward" and self.mask != "full" else ""
+        softcap = "softcap" if self.phase == "backward" and self.softcap else ""
+        return "_".join(part for part in (self.family, f"d{dims}", rows, dtype, mask, softcap) if part)
 
 
 DTYPES = ("float16", "bfloat16")
-MASKS = (False, True)
+MASKS = ("full", "causal", "general")
 
-# (head_dim, head_dim_v) -> settings, full and causal
+# (head_dim, head_dim_v) -> settings, of all masks or of each
 FORWARD = {
     (64, 64): dict(block_q=192, block_kv=128, stages_q=2, output="own_tile", registers=160, producer_registers=32),
     (96, 96): dict(block_q=192, block_kv=96, output="own_tile", lazy_rescale=8, registers=160, producer_registers=32),
     (128, 128): (
         dict(block_q=128, block_kv=160, output="q_tile", lazy_rescale=8),
         dict(block_q=128, block_kv=128, output="own_tile", lazy_rescale=8),
+        dict(block_q=128, block_kv=128, output="own_tile", lazy_rescale=8),
     ),
     (192, 128): (
         dict(block_q=128, block_kv=128, output="registers", lazy_rescale=8),
+        dict(block_q=128, block_kv=128, output="q_tile", lazy_rescale=8),
         dict(block_q=128, block_kv=128, output="q_tile", lazy_rescale=8),
     ),
     (192, 192): dict(block_q=128, block_kv=96, output="q_tile", lazy_rescale=8),
@@ -85,20 +89,25 @@ def _main_kernels():
     )
     for family, phase, configurations, shared in families:
         for (head_dim, head_dim_v), settings in configurations.items():
-            by_mask = settings if isinstance(settings, tuple) else (settings, settings)
-            for causal, chosen in zip(MASKS, by_mask):
+            variants = [(mask, mask == "general") for mask in MASKS] if phase == "forward" else [("general", False)]
+            # The backward of a softcap needs code in the main loop that costs the others 4 %, and the float32 P.
+            if phase == "backward" and not settings.get("p_16bit"):
+                variants.append(("general", True))
+            by_variant = settings if isinstance(settings, tuple) else (settings,) * len(variants)
+            for (mask, softcap), chosen in zip(variants, by_variant):
                 for dtype in DTYPES:
                     yield Kernel(
-                        family, phase, dtype, head_dim=head_dim, head_dim_v=head_dim_v, causal=causal, **{**shared, **chosen}
+                        family, phase, dtype, head_dim=head_dim, head_dim_v=head_dim_v, mask=mask, softcap=softcap,
+                        **{**shared, **chosen},
                     )
 
 
 def _backward_helpers():
     for dtype in DTYPES:
         for head_dim_v in (64, 128, 256):
-            yield Kernel("prepare_sm90", "backward_prepare", dtype, head_dim_v=head_dim_v, block_q=64)
+            yield Kernel("prepare_sm90", "backward_prepare", dtype, head_dim_v=head_dim_v, softcap=True, block_q=64)
         for rows, head_dim in sorted(set(_accumulated_tiles())):
-            yield Kernel("finish_sm90", "backward_finish", dtype, head_dim=head_dim, block_q=rows, threads=256)
+            yield Kernel("finish_sm90", "backward_finish", dtype, head_dim=head_dim, softcap=True, block_q=rows, threads=256)
 
 
 def _accumulated_tiles():

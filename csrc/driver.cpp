@@ -2,8 +2,6 @@
 
 #include <cudaTypedefs.h>
 
-#include <bit>
-
 namespace gqa_attn {
 
 namespace {
@@ -17,25 +15,29 @@ Function driver_function(const char* name) {
   return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(entry) : nullptr;
 }
 
+cudaError_t make_context_current() {
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device)) return error;
+  return cudaSetDevice(device);
+}
+
 }  // namespace
 
 cudaError_t encode(CUtensorMap& map, const TensorMap& tensor) {
   static const auto encode_tiled = driver_function<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled");
   if (!encode_tiled) return cudaErrorNotSupported;
   constexpr cuuint32_t unit[kMaxTensorRank] = {1, 1, 1, 1};
-  const CUresult result =
-      encode_tiled(&map, tensor.element, tensor.rank, const_cast<void*>(tensor.data), tensor.dims, tensor.strides, tensor.box,
-                   unit, CU_TENSOR_MAP_INTERLEAVE_NONE, tensor.swizzle, tensor.l2_promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
-cudaError_t fill_rows(float* data, int64_t pitch, int64_t rows, int64_t width, float value, cudaStream_t stream) {
-  if (rows == 0 || width == 0) return cudaSuccess;
-  static const auto fill = driver_function<PFN_cuMemsetD2D32Async_v3020>("cuMemsetD2D32Async");
-  if (!fill) return cudaErrorNotSupported;
-  const CUresult result =
-      fill(reinterpret_cast<CUdeviceptr>(data), pitch * sizeof(float), std::bit_cast<unsigned>(value), width, rows, stream);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  const auto try_encode = [&] {
+    return encode_tiled(&map, tensor.element, tensor.rank, const_cast<void*>(tensor.data), tensor.dims, tensor.strides,
+                        tensor.box, unit, CU_TENSOR_MAP_INTERLEAVE_NONE, tensor.swizzle, tensor.l2_promotion,
+                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = try_encode();
+  if (result != CUDA_SUCCESS) {  // a thread that has not called the runtime yet, as one of autograd's may be, has no context
+    if (const cudaError_t error = make_context_current()) return error;
+    result = try_encode();
+  }
+  return static_cast<cudaError_t>(result);  // the runtime has the driver's numbers
 }
 
 }  // namespace gqa_attn

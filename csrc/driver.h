@@ -1,4 +1,4 @@
-// The two driver functions that the runtime does not offer.
+// The driver function that the runtime does not offer.
 #pragma once
 
 #include <cuda.h>
@@ -23,8 +23,5 @@ struct TensorMap {
 
 // Encodes on the host; reads beyond dims give zeros, writes there are dropped.
 cudaError_t encode(CUtensorMap& map, const TensorMap& tensor);
-
-// `value` in the first `width` elements of each of `rows` rows that are `pitch` elements apart.
-cudaError_t fill_rows(float* data, int64_t pitch, int64_t rows, int64_t width, float value, cudaStream_t stream);
 
 }  // namespace gqa_attn

@@ -63,13 +63,4 @@ inline std::string text(const Device& fact) {
   return fact.index < 0 ? text(fact.type) : text(fact.type) + ":" + std::to_string(fact.index);
 }
 
-// The names that apply, as in "window, softcap".
-inline std::string listed(std::initializer_list<std::pair<bool, std::string_view>> names) {
-  std::string list;
-  for (const auto& [applies, name] : names) {
-    if (applies) list += (list.empty() ? "" : ", ") + std::string(name);
-  }
-  return list;
-}
-
 }  // namespace gqa_attn::rules

@@ -31,7 +31,7 @@ struct Kernel {
   Phase phase;
   int arch;
   DType dtype;
-  bool causal;
+  Mask mask;
   int head_dim;  // largest head dim it serves; 0 where it does not matter
   int head_dim_v;
   int block_q;    // rows of a query tile
@@ -41,6 +41,7 @@ struct Kernel {
   int threads;
   int registers;   // per compute thread
   int smem_bytes;  // dynamic shared memory of a block
+  bool softcap;    // serves problems with one
   bool zeroed_dq;  // backward: adds to a zeroed dQ workspace instead of storing the first tile
   cudaError_t (*launch)(const KernelParams&, cudaStream_t);
 };

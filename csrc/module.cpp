@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -33,7 +34,7 @@ py::dict describe(const Kernel& kernel) {
   row["phase"] = name_of(kernel.phase);
   row["arch"] = kernel.arch;
   row["dtype"] = name_of(kernel.dtype);
-  row["causal"] = kernel.causal;
+  row["mask"] = name_of(kernel.mask);
   row["head_dim"] = kernel.head_dim;
   row["head_dim_v"] = kernel.head_dim_v;
   row["block_q"] = kernel.block_q;
@@ -43,6 +44,7 @@ py::dict describe(const Kernel& kernel) {
   row["threads"] = kernel.threads;
   row["registers"] = kernel.registers;
   row["smem_bytes"] = kernel.smem_bytes;
+  row["softcap"] = kernel.softcap;
   row["zeroed_dq"] = kernel.zeroed_dq;
   return row;
 }
@@ -62,17 +64,33 @@ DType dtype_of(const std::string& name) {
 
 py::object name_or_none(const Kernel* kernel) { return kernel ? py::object(py::str(kernel->name)) : py::object(py::none()); }
 
-py::dict select_kernels(const std::string& phase, const std::string& dtype, bool causal, int64_t batch, int64_t seqlen_q,
-                        int64_t seqlen_k, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t head_dim_v, int arch,
+py::dict select_kernels(const std::string& phase, const std::string& dtype, int64_t batch, int64_t seqlen_q, int64_t seqlen_k,
+                        int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t head_dim_v, bool causal, int64_t window_left,
+                        int64_t window_right, bool softcap, std::optional<int64_t> sequences, bool deterministic, int arch,
                         int num_sms) {
   if (phase != "forward" && phase != "backward") {
     throw py::value_error("phase must be \"forward\" or \"backward\", got \"" + phase + "\"");
   }
-  if (kv_heads < 1 || heads % kv_heads != 0 || std::min({batch, seqlen_q, seqlen_k, heads, head_dim, head_dim_v}) < 0) {
-    throw py::value_error("sizes must be >= 0 and heads a multiple of kv_heads");
+  const bool sizes = std::min({batch, seqlen_q, seqlen_k, heads, head_dim, head_dim_v, sequences.value_or(0)}) >= 0;
+  if (!sizes || kv_heads < 1 || num_sms < 1 || heads % kv_heads != 0 || std::min(window_left, window_right) < -1) {
+    throw py::value_error("sizes must be >= 0, windows >= -1, num_sms >= 1 and heads a multiple of kv_heads");
   }
-  Problem problem{dtype_of(dtype), causal,  batch, seqlen_q, seqlen_k, heads, kv_heads, padded_head_dim(head_dim),
-                  padded_head_dim(head_dim_v), arch, num_sms};
+  Problem problem;
+  problem.dtype = dtype_of(dtype);
+  problem.batch = batch;
+  problem.seqlen_q = seqlen_q;
+  problem.seqlen_k = seqlen_k;
+  problem.heads = heads;
+  problem.kv_heads = kv_heads;
+  problem.head_dim = padded_head_dim(head_dim);
+  problem.head_dim_v = padded_head_dim(head_dim_v);
+  set_window(problem, window_left, causal ? 0 : window_right);
+  problem.softcap = softcap;
+  problem.packed = sequences.has_value();
+  problem.sequences = sequences.value_or(0);
+  problem.deterministic = deterministic;
+  problem.arch = arch;
+  problem.num_sms = num_sms;
   if (const char* refusal = too_large(problem)) throw py::value_error(refusal);
   Selection selection;
   try {
@@ -102,10 +120,12 @@ PYBIND11_MODULE(_C, module) {
   module.def("kernels", &kernels,
              "The compiled kernels, one dict each: what a kernel serves, its tiles, stages, threads, registers per compute "
              "thread and shared memory in bytes.");
-  module.def("select", &select_kernels, py::arg("phase"), py::kw_only(), py::arg("dtype"), py::arg("causal"),
-             py::arg("batch"), py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("heads"), py::arg("kv_heads"),
-             py::arg("head_dim"), py::arg("head_dim_v"), py::arg("arch") = 90, py::arg("num_sms") = 132,
+  module.def("select", &select_kernels, py::arg("phase"), py::kw_only(), py::arg("dtype"), py::arg("batch"), py::arg("seqlen_q"),
+             py::arg("seqlen_k"), py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("head_dim_v"),
+             py::arg("causal") = false, py::arg("window_left") = -1, py::arg("window_right") = -1, py::arg("softcap") = false,
+             py::arg("sequences") = py::none(), py::arg("deterministic") = false, py::arg("arch") = 90, py::arg("num_sms") = 132,
              "The kernels that a call runs, and why: the main kernel's row of kernels(), the helper kernels' names (None where "
-             "there is none), section, splits, workspace_bytes and reason. phase is \"forward\" or \"backward\"; raises "
+             "there is none), section, splits, workspace_bytes and reason. sequences: of packed ones (batch 1). phase is "
+             "\"forward\" or \"backward\"; raises "
              "NotImplementedError where no kernel serves the problem.");
 }

@@ -7,12 +7,15 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <array>
+#include <limits>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "generated/rules.h"
 #include "launch.h"
@@ -35,19 +38,32 @@ static_assert(row_elements * element_bytes == row_alignment);
 
 std::string_view name_of(ScalarType dtype) {
   switch (dtype) {
-    case ScalarType::Half: return "float16";
-    case ScalarType::BFloat16: return "bfloat16";
-    case ScalarType::Float: return "float32";
-    case ScalarType::Double: return "float64";
-    case ScalarType::ComplexFloat: return "complex64";
-    case ScalarType::ComplexDouble: return "complex128";
-    case ScalarType::Bool: return "bool";
-    case ScalarType::Byte: return "uint8";
-    case ScalarType::Char: return "int8";
-    case ScalarType::Short: return "int16";
-    case ScalarType::Int: return "int32";
-    case ScalarType::Long: return "int64";
-    default: return torch::headeronly::toString(dtype);
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::ComplexFloat:
+      return "complex64";
+    case ScalarType::ComplexDouble:
+      return "complex128";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    default:
+      return torch::headeronly::toString(dtype);
   }
 }
 
@@ -141,23 +157,23 @@ void check_torch(AOTITorchError error, const char* what) {
 }
 
 // Contiguous, uninitialised, on `device`.
-template <size_t rank>
-Tensor allocate(const std::array<int64_t, rank>& sizes, int32_t dtype, int64_t bytes_per_element, int32_t device) {
-  std::array<int64_t, rank> strides;
+Tensor allocate(const std::vector<int64_t>& sizes, int32_t dtype, int64_t bytes_per_element, int32_t device) {
+  std::vector<int64_t> strides(sizes.size());
   int64_t elements = 1;
-  for (size_t i = rank; i-- > 0;) {
+  for (size_t i = sizes.size(); i-- > 0;) {
     strides[i] = elements;
     elements *= std::max<int64_t>(sizes[i], 1);
   }
   AtenTensorHandle handle = nullptr;
-  if (aoti_torch_empty_strided(rank, sizes.data(), strides.data(), dtype, aoti_torch_device_type_cuda(), device, &handle) !=
-      TORCH_SUCCESS) {
-    throw std::runtime_error("could not allocate " + std::to_string(elements * bytes_per_element) + " bytes on cuda:" +
-                             std::to_string(device));
+  if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
+                               aoti_torch_device_type_cuda(), device, &handle) != TORCH_SUCCESS) {
+    throw std::runtime_error("could not allocate " + std::to_string(elements * bytes_per_element) +
+                             " bytes on cuda:" + std::to_string(device));
   }
   return Tensor(handle);
 }
 
+int64_t last_size(const Tensor& tensor) { return tensor.size(tensor.dim() - 1); }
 
 Tensor head_dim_slice(Tensor tensor, int64_t begin, int64_t end) {
   return torch::stable::narrow(tensor, tensor.dim() - 1, begin, end - begin);
@@ -167,21 +183,24 @@ void copy(const Tensor& to, const Tensor& from) {
   check_torch(aoti_torch_copy_(to.get(), from.get(), /*non_blocking=*/1), "copy a tensor");
 }
 
-// The strides of a [B, S, H, D] tensor as kernels see them: those of dims with one index mean nothing and become plausible.
+// The strides of batch, seqlen and heads as kernels see them: those of dims with one index mean nothing and become plausible.
+// Packed tensors [T, H, D] are one batch.
 std::array<int64_t, 3> view_strides(const Tensor& tensor) {
   auto sizes = tensor.sizes();
   auto strides = tensor.strides();
   std::array<int64_t, 3> result;
-  int64_t inner = padded_head_dim(sizes[3]);
-  for (int i = 2; i >= 0; --i) {
-    result[i] = sizes[i] > 1 ? strides[i] : inner;
-    inner = result[i] * std::max<int64_t>(sizes[i], 1);
+  int64_t inner = padded_head_dim(sizes[sizes.size() - 1]);
+  for (int i = 2, dim = static_cast<int>(sizes.size()) - 2; i >= 0; --i, --dim) {
+    const int64_t size = dim < 0 ? 1 : sizes[dim];
+    result[i] = size > 1 ? strides[dim] : inner;
+    inner = result[i] * std::max<int64_t>(size, 1);
   }
   return result;
 }
 
 bool needs_copy(const Tensor& tensor) {
-  if (tensor.size(3) % row_elements != 0 || tensor.stride(3) != 1) return true;
+  const int64_t last = tensor.dim() - 1;
+  if (tensor.size(last) % row_elements != 0 || tensor.stride(last) != 1) return true;
   if (reinterpret_cast<uintptr_t>(tensor.data_ptr()) % row_alignment != 0) return true;
   for (int64_t stride : view_strides(tensor)) {
     if (stride % row_elements != 0) return true;
@@ -203,28 +222,28 @@ class Tensors {
   // `tensor` itself where kernels can read it, else a copy with its head dim padded by zeros.
   Tensor readable(const Tensor& tensor) const {
     if (!needs_copy(tensor)) return tensor;
-    int64_t head_dim = tensor.size(3);
-    Tensor result = make(tensor.size(0), tensor.size(1), tensor.size(2), padded_head_dim(head_dim));
+    const int64_t head_dim = last_size(tensor), padded = padded_head_dim(head_dim);
+    Tensor result = like(tensor, padded);
     copy(head_dim_slice(result, 0, head_dim), tensor);
-    if (result.size(3) > head_dim) {
-      Tensor tail = head_dim_slice(result, head_dim, result.size(3));
+    if (padded > head_dim) {
+      Tensor tail = head_dim_slice(result, head_dim, padded);
       torch::stable::zero_(tail);
     }
     return result;
   }
 
-  Tensor make(int64_t batch, int64_t seqlen, int64_t heads, int64_t head_dim) const {
-    return allocate<4>({batch, seqlen, heads, head_dim}, dtype_, element_bytes, device_);
+  // Contiguous, of the sizes of `tensor` with another head dim.
+  Tensor like(const Tensor& tensor, int64_t head_dim) const {
+    auto given = tensor.sizes();
+    std::vector<int64_t> sizes(given.begin(), given.end());
+    sizes.back() = head_dim;
+    return allocate(sizes, dtype_, element_bytes, device_);
   }
 
-  Tensor make_padded(const Tensor& like, int64_t head_dim) const {
-    return make(like.size(0), like.size(1), like.size(2), padded_head_dim(head_dim));
-  }
-
-  // A tensor of make_padded without its padding.
+  // A contiguous tensor without the padding of its head dim.
   Tensor unpadded(const Tensor& tensor, int64_t head_dim) const {
-    if (tensor.size(3) == head_dim) return tensor;
-    Tensor result = make(tensor.size(0), tensor.size(1), tensor.size(2), head_dim);
+    if (last_size(tensor) == head_dim) return tensor;
+    Tensor result = like(tensor, head_dim);
     copy(result, head_dim_slice(tensor, 0, head_dim));
     return result;
   }
@@ -234,50 +253,101 @@ class Tensors {
   int32_t device_;
 };
 
-Tensor negated(const Tensor& tensor) {
-  StableIValue stack[] = {torch::stable::detail::from(tensor)};
+// q as kernels take it, whose scale is > 0 (the greatest product is the greatest score): its sign moves into q, 0 makes q 0.
+Tensor signed_like(const Tensor& q, double scale) {
+  using torch::stable::detail::from;
+  if (std::abs(scale) < std::numeric_limits<float>::min()) {
+    StableIValue stack[] = {from(q),           from(std::nullopt), from(std::nullopt), from(std::nullopt), from(std::nullopt),
+                            from(std::nullopt)};
+    check_torch(torch_call_dispatcher("aten::zeros_like", "", stack, TORCH_ABI_VERSION), "make zeros");
+    return torch::stable::detail::to<Tensor>(stack[0]);
+  }
+  if (scale > 0) return q;
+  StableIValue stack[] = {from(q)};
   check_torch(torch_call_dispatcher("aten::neg", "", stack, TORCH_ABI_VERSION), "negate q");
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// float32 [B, Hq, Sq]
-Tensor contiguous_rows(const Tensor& rows, int32_t device) {
-  if (rows.is_contiguous()) return rows;
-  Tensor result = allocate<3>({rows.size(0), rows.size(1), rows.size(2)}, aoti_torch_dtype_float32(), 4, device);
-  copy(result, rows);
+// In float32, contiguous.
+Tensor float_rows(const Tensor& tensor, int32_t device) {
+  if (tensor.is_contiguous() && tensor.scalar_type() == ScalarType::Float) return tensor;
+  auto sizes = tensor.sizes();
+  Tensor result = allocate({sizes.begin(), sizes.end()}, aoti_torch_dtype_float32(), 4, device);
+  copy(result, tensor);
   return result;
 }
 
-// q, k and v as kernels take them. Kernels want scale >= 0 (the greatest score is the greatest product): a negative one
-// moves its sign into q.
+const float* floats(const std::optional<Tensor>& tensor) {
+  return tensor ? static_cast<const float*>(tensor->data_ptr()) : nullptr;
+}
+
+// q, k, v and the options as kernels take them.
 struct Inputs {
-  Inputs(const Tensors& tensors, const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> given_scale)
-      : signed_scale(given_scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(3))))),
-        q(tensors.readable(signed_scale < 0 ? negated(q) : q)),
+  Inputs(const Tensors& tensors, const Tensor& q, const Tensor& k, const Tensor& v, const Options& options, int32_t device)
+      : signed_scale(options.scale.value_or(1.0 / std::sqrt(static_cast<double>(last_size(q))))),
+        q(tensors.readable(signed_like(q, signed_scale))),
         k(tensors.readable(k)),
-        v(tensors.readable(v)) {}
+        v(tensors.readable(v)) {
+    if (options.sinks) sinks = float_rows(*options.sinks, device);
+    if (options.cu_seqlens_q) {
+      cu_seqlens_q = contiguous_ints(*options.cu_seqlens_q, device);
+      cu_seqlens_k = contiguous_ints(*options.cu_seqlens_k, device);
+    }
+  }
+
+  static Tensor contiguous_ints(const Tensor& tensor, int32_t device) {
+    if (tensor.is_contiguous()) return tensor;
+    Tensor result = allocate({tensor.size(0)}, aoti_torch_dtype_int32(), 4, device);
+    copy(result, tensor);
+    return result;
+  }
+
+  void fill(CommonArgs& args, const Options& options) const {
+    args.q = view_of(q);
+    args.k = view_of(k);
+    args.v = view_of(v);
+    // Beyond these no score has a float32 value that differs from its neighbours', and no factor below may be infinite.
+    args.scale = static_cast<float>(std::clamp<double>(std::abs(signed_scale), std::numeric_limits<float>::min(), 1e18));
+    args.softcap = static_cast<float>(std::clamp(options.softcap, 1e-18, 1e18));
+    args.sinks = floats(sinks);
+    if (cu_seqlens_q) {
+      args.cu_seqlens_q = static_cast<const int*>(cu_seqlens_q->data_ptr());
+      args.cu_seqlens_k = static_cast<const int*>(cu_seqlens_k->data_ptr());
+    }
+  }
 
   double signed_scale;
   Tensor q, k, v;
+  std::optional<Tensor> sinks, cu_seqlens_q, cu_seqlens_k;
 };
 
 Problem problem_of(const Inputs& inputs, const Options& options, int32_t device) {
   const DeviceLimits& limits = limits_of(device);
+  const int64_t first = inputs.q.dim() - 3;  // of seqlen, heads, head dim
   Problem problem;
   problem.dtype = inputs.q.scalar_type() == ScalarType::Half ? DType::float16 : DType::bfloat16;
-  problem.causal = options.causal || options.window_right == 0;
-  problem.batch = inputs.q.size(0);
-  problem.seqlen_q = inputs.q.size(1);
-  problem.seqlen_k = inputs.k.size(1);
-  problem.heads = inputs.q.size(2);
-  problem.kv_heads = inputs.k.size(2);
-  problem.head_dim = inputs.q.size(3);
-  problem.head_dim_v = inputs.v.size(3);
+  problem.batch = first ? inputs.q.size(0) : 1;
+  problem.seqlen_q = inputs.q.size(first);
+  problem.seqlen_k = inputs.k.size(first);
+  problem.heads = inputs.q.size(first + 1);
+  problem.kv_heads = inputs.k.size(first + 1);
+  problem.head_dim = last_size(inputs.q);
+  problem.head_dim_v = last_size(inputs.v);
+  set_window(problem, options.window_left, options.causal ? 0 : options.window_right);
+  problem.softcap = options.softcap > 0;
+  problem.packed = options.cu_seqlens_q.has_value();
+  problem.sequences = problem.packed ? options.cu_seqlens_q->size(0) - 1 : 0;
   // No rule for all devices: it would bound the symbolic sizes of torch.export.
   if (const char* refusal = too_large(problem)) throw std::runtime_error(refusal);
   problem.arch = limits.arch;
   problem.num_sms = limits.num_sms;
   return problem;
+}
+
+// lse [B, Hq, Sq] or [Hq, Tq]
+Tensor make_lse(const Problem& p, int32_t device) {
+  if (p.packed) return allocate({p.heads, p.seqlen_q}, aoti_torch_dtype_float32(), 4, device);
+  return allocate({p.batch, p.heads, p.seqlen_q}, aoti_torch_dtype_float32(), 4, device);
 }
 
 // ---- the ops ----
@@ -291,28 +361,28 @@ std::tuple<Tensor, Tensor> fwd(const Tensor& q, const Tensor& k, const Tensor& v
   int32_t device = q.get_device_index();
   torch::stable::accelerator::DeviceGuard guard(device);
   Tensors tensors(q.scalar_type(), device);
-  Inputs inputs(tensors, q, k, v, scale);
+  Inputs inputs(tensors, q, k, v, options, device);
   Problem problem = problem_of(inputs, options, device);
   Selection selection = select_forward(problem);
 
-  Tensor out = tensors.make_padded(q, v.size(3));
-  Tensor lse = allocate<3>({q.size(0), q.size(2), q.size(1)}, aoti_torch_dtype_float32(), 4, device);
+  Tensor out = tensors.like(q, problem.head_dim_v);
+  Tensor lse = make_lse(problem, device);
+  Tensor workspace = allocate({selection.workspace_bytes}, aoti_torch_dtype_uint8(), 1, device);
   FwdArgs args;
-  args.q = view_of(inputs.q);
-  args.k = view_of(inputs.k);
-  args.v = view_of(inputs.v);
+  inputs.fill(args, options);
   args.out = view_of(out);
   args.lse = static_cast<float*>(lse.data_ptr());
-  args.scale = static_cast<float>(std::abs(inputs.signed_scale));
+  args.workspace = workspace.data_ptr();
   launch_forward(problem, selection, args, current_stream(device));
-  return {tensors.unpadded(out, v.size(3)), lse};
+  return {tensors.unpadded(out, last_size(v)), lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(
-    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-    const std::optional<Tensor>& dlse, std::optional<double> scale, bool causal, int64_t window_left, int64_t window_right,
-    double softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& cu_seqlens_q,
-    const std::optional<Tensor>& cu_seqlens_k, bool deterministic) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                                               const Tensor& out, const Tensor& lse, const std::optional<Tensor>& dlse,
+                                               std::optional<double> scale, bool causal, int64_t window_left,
+                                               int64_t window_right, double softcap, const std::optional<Tensor>& sinks,
+                                               const std::optional<Tensor>& cu_seqlens_q,
+                                               const std::optional<Tensor>& cu_seqlens_k, bool deterministic) {
   Options options{scale, causal, window_left, window_right, softcap, sinks, cu_seqlens_q, cu_seqlens_k};
   rules::Facts facts = facts_of(q, k, v, options);
   facts.dout = facts_of(dout);
@@ -325,36 +395,40 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(
   int32_t device = q.get_device_index();
   torch::stable::accelerator::DeviceGuard guard(device);
   Tensors tensors(q.scalar_type(), device);
-  Inputs inputs(tensors, q, k, v, scale);
+  Inputs inputs(tensors, q, k, v, options, device);
   Tensor readable_out = tensors.readable(out);
   Tensor readable_dout = tensors.readable(dout);
-  Tensor lse_rows = contiguous_rows(lse, device);
+  Tensor lse_rows = float_rows(lse, device);
   std::optional<Tensor> dlse_rows;
-  if (dlse) dlse_rows = contiguous_rows(*dlse, device);
+  if (dlse) dlse_rows = float_rows(*dlse, device);
   Problem problem = problem_of(inputs, options, device);
+  problem.deterministic = deterministic;
   Selection selection = select_backward(problem);
 
-  Tensor dq = tensors.make_padded(q, q.size(3));
-  Tensor dk = tensors.make_padded(k, k.size(3));
-  Tensor dv = tensors.make_padded(v, v.size(3));
-  Tensor workspace = allocate<1>({selection.workspace_bytes}, aoti_torch_dtype_uint8(), 1, device);
-  Tensor dsinks = allocate<1>({0}, aoti_torch_dtype_float32(), 4, device);
+  Tensor dq = tensors.like(q, problem.head_dim);
+  Tensor dk = tensors.like(k, problem.head_dim);
+  Tensor dv = tensors.like(v, problem.head_dim_v);
+  Tensor dsinks = allocate({sinks ? problem.heads : 0}, aoti_torch_dtype_float32(), 4, device);
+  Tensor workspace = allocate({selection.workspace_bytes}, aoti_torch_dtype_uint8(), 1, device);
   BwdArgs args;
-  args.q = view_of(inputs.q);
-  args.k = view_of(inputs.k);
-  args.v = view_of(inputs.v);
+  inputs.fill(args, options);
   args.out = view_of(readable_out);
   args.dout = view_of(readable_dout);
   args.dq = view_of(dq);
   args.dk = view_of(dk);
   args.dv = view_of(dv);
   args.lse = static_cast<const float*>(lse_rows.data_ptr());
-  args.dlse = dlse_rows ? static_cast<const float*>(dlse_rows->data_ptr()) : nullptr;
-  args.scale = static_cast<float>(std::abs(inputs.signed_scale));
-  args.scale_dq = static_cast<float>(inputs.signed_scale);
+  args.dlse = floats(dlse_rows);
+  args.dsinks = sinks ? static_cast<float*>(dsinks.data_ptr()) : nullptr;
+  args.scale_dq = static_cast<float>(std::clamp(inputs.signed_scale, -1e18, 1e18));
   args.workspace = workspace.data_ptr();
   launch_backward(problem, selection, args, current_stream(device));
-  return {tensors.unpadded(dq, q.size(3)), tensors.unpadded(dk, k.size(3)), tensors.unpadded(dv, v.size(3)), dsinks};
+  if (sinks && sinks->scalar_type() != ScalarType::Float) {
+    Tensor rounded = tensors.like(*sinks, problem.heads);
+    copy(rounded, dsinks);
+    dsinks = rounded;
+  }
+  return {tensors.unpadded(dq, last_size(q)), tensors.unpadded(dk, last_size(k)), tensors.unpadded(dv, last_size(v)), dsinks};
 }
 
 }  // namespace

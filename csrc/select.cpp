@@ -17,8 +17,8 @@ std::string dims(int64_t head_dim, int64_t head_dim_v) { return std::to_string(h
 [[noreturn]] void refuse(Phase phase, const Problem& problem) {
   std::ostringstream text;
   text << "gqa_attn has no " << name_of(phase) << " kernel for this call. Required: " << name_of(problem.dtype) << ", head dims "
-       << dims(problem.head_dim, problem.head_dim_v) << (problem.causal ? ", causal" : ", full") << ", sm_" << problem.arch
-       << ". Supported:";
+       << dims(problem.head_dim, problem.head_dim_v) << ", " << name_of(mask_of(problem)) << " mask, "
+       << (problem.softcap ? "softcap, " : "") << "sm_" << problem.arch << ". Supported:";
   bool arch = false, fits = false, any = false;
   for (const Kernel& kernel : kernel_table()) {
     if (kernel.phase != phase) continue;
@@ -33,20 +33,25 @@ std::string dims(int64_t head_dim, int64_t head_dim_v) { return std::to_string(h
        << (!any    ? "every kernel of this phase (built with GQA_ATTN_KERNELS?)"
            : !arch ? "kernels for this GPU's architecture"
            : !fits ? "these head dims"
-                   : "this dtype or mask");
+                   : "this dtype, mask or softcap");
   throw std::runtime_error(text.str());
 }
 
-// The kernel that serves the problem with the least padding of head dims.
+// The kernel that serves the problem with the least padding of head dims; of two of the same, the one made for the mask, without
+// what is not asked for.
 const Kernel* find(Phase phase, const Problem& problem) {
   const Kernel* best = nullptr;
-  const bool any_mask = phase == Phase::backward_prepare;
+  const Mask mask = mask_of(problem);
   for (const Kernel& kernel : kernel_table()) {
     if (kernel.phase != phase || kernel.arch != problem.arch || kernel.dtype != problem.dtype) continue;
-    if (!any_mask && kernel.causal != problem.causal) continue;
+    if (kernel.mask != mask && kernel.mask != Mask::general) continue;
+    if (problem.softcap && !kernel.softcap) continue;
     if (kernel.head_dim && kernel.head_dim < problem.head_dim) continue;
     if (kernel.head_dim_v < problem.head_dim_v) continue;
-    if (!best || kernel.head_dim + kernel.head_dim_v < best->head_dim + best->head_dim_v) best = &kernel;
+    const auto cost = [&](const Kernel& k) {
+      return 4 * (k.head_dim + k.head_dim_v) + 2 * (k.mask != mask) + (k.softcap != problem.softcap);
+    };
+    if (!best || cost(kernel) < cost(*best)) best = &kernel;
   }
   if (!best) refuse(phase, problem);
   return best;
@@ -65,22 +70,27 @@ const Kernel* find_finish(const Problem& problem, int rows, int head_dim) {
 
 constexpr int64_t kL2Bytes = 64 << 20;  // of K and V that still hit in an H100's or H200's 50 to 60 MB, with some luck
 
-// Head rows that the forward walks together. All of them balances causal tiles best; where their K and V do not stay in L2,
-// one group at a time reads K and V once.
+// Keys of a batch element, or sequence, whose K and V stay in L2 for all kv heads.
+int64_t keys_in_l2(const Problem& p) { return kL2Bytes / std::max<int64_t>(1, p.kv_heads * (p.head_dim + p.head_dim_v) * 2); }
+
+// Head rows that the forward walks together. All of them balances tiles of unequal work best; where their K and V do not stay in
+// L2, one group at a time reads K and V once.
 int64_t forward_section(const Problem& p) {
-  const int64_t kv_bytes = p.batch * p.kv_heads * p.seqlen_k * (p.head_dim + p.head_dim_v) * 2;
-  const bool together = p.causal && kv_bytes <= kL2Bytes;
-  return together ? p.batch * p.heads : p.heads / p.kv_heads;
+  const bool together = mask_of(p) != Mask::full && p.batch * p.seqlen_k <= keys_in_l2(p);
+  return std::max<int64_t>(1, together ? p.batch * p.heads : p.heads / p.kv_heads);
 }
+
+bool work_falls(const Problem& p) { return p.window_right >= 0 && p.window_left < 0; }
 
 // Blocks that share a kv tile. The fewest that fill the GPU's last round of blocks to 90 %, and that, when causal and dQ as a
 // whole does not stay in L2, keep the float32 dQ tiles of the heads a block walks there (512: heads times head dim;
 // docs/kernels.md).
 int backward_splits(const Problem& p, const Kernel& kernel) {
-  const int64_t group = p.heads / p.kv_heads;
+  const int64_t group = std::max<int64_t>(1, p.heads / p.kv_heads);
   const int64_t tiles = ceil_div(p.seqlen_k, kernel.block_kv);
-  const int64_t blocks = (p.causal ? ceil_div(tiles, 2) : tiles) * p.kv_heads * p.batch;
-  const bool spread = p.causal && p.batch * p.heads * p.seqlen_q * p.head_dim * 4 > kL2Bytes / 2;
+  const bool falling = work_falls(p);
+  const int64_t blocks = (falling ? ceil_div(tiles, 2) : tiles) * p.kv_heads * p.batch;
+  const bool spread = falling && p.batch * p.heads * p.seqlen_q * p.head_dim * 4 > kL2Bytes / 2;
   for (int64_t splits = 1; splits < group; ++splits) {
     if (group % splits) continue;
     const int64_t grid = blocks * splits, rounds = ceil_div(grid, p.num_sms);
@@ -94,10 +104,16 @@ int backward_splits(const Problem& p, const Kernel& kernel) {
 Selection select_forward(const Problem& problem) {
   Selection selection;
   selection.main = find(Phase::forward, problem);
-  selection.section = static_cast<int>(std::max<int64_t>(1, forward_section(problem)));
+  selection.section = forward_section(problem);
+  selection.together_keys = keys_in_l2(problem);
+  selection.workspace_bytes = forward_workspace(problem, *selection.main, nullptr).bytes;
   std::ostringstream reason;
-  reason << "least padding of head dims " << dims(problem.head_dim, problem.head_dim_v) << "; " << selection.section << " of "
-         << problem.batch * problem.heads << " head rows walked together";
+  reason << name_of(mask_of(problem)) << " mask, least padding of head dims " << dims(problem.head_dim, problem.head_dim_v);
+  if (problem.packed) {
+    reason << "; longest sequences first, their heads together up to " << selection.together_keys << " keys";
+  } else {
+    reason << "; " << selection.section << " of " << problem.batch * problem.heads << " head rows walked together";
+  }
   selection.reason = reason.str();
   return selection;
 }
@@ -108,6 +124,7 @@ Selection select_backward(const Problem& problem) {
   selection.prepare = find(Phase::backward_prepare, problem);
   const Kernel& main = *selection.main;
   selection.finish_dq = find_finish(problem, main.block_q, main.head_dim);
+  selection.falling = work_falls(problem);
   selection.splits = backward_splits(problem, main);
   if (selection.splits > 1) {
     selection.finish_dk = find_finish(problem, main.block_kv, main.head_dim);
@@ -117,7 +134,9 @@ Selection select_backward(const Problem& problem) {
   std::ostringstream reason;
   reason << "least padding of head dims " << dims(problem.head_dim, problem.head_dim_v) << "; " << selection.splits
          << (selection.splits > 1 ? " blocks share a kv tile, to fill the GPU and keep dQ in L2"
-                                  : " block owns a kv tile: they fill the GPU");
+                                  : " block owns a kv tile: they fill the GPU")
+         << (selection.falling ? "; long kv tiles first" : "");
+  if (problem.deterministic) reason << "; dQ added in the order of tickets";
   selection.reason = reason.str();
   return selection;
 }

@@ -1,24 +1,37 @@
-// The backward's workspace: one allocation, cut here and nowhere else.
+// What a call's one workspace allocation holds: cut here and nowhere else.
 #pragma once
 
 #include "select.h"
 
 namespace gqa_attn {
 
-// Leading query rows that see no key: with bottom-right masks there are no others. Kernels never get them.
-inline int64_t hidden_rows(const Problem& p) {
-  if (p.seqlen_k == 0) return p.seqlen_q;
-  return p.causal && p.seqlen_q > p.seqlen_k ? p.seqlen_q - p.seqlen_k : 0;
-}
+// Of packed sequences, written by plan_sequences (sequences.h).
+struct SequencePlan {
+  int* bounds_q = nullptr;  // [sequences + 1]: cu_seqlens_q, in order and in bounds
+  int* bounds_k = nullptr;  // the same of cu_seqlens_k
+  int* begins_q = nullptr;  // [sequences]: the first query row of each that sees a key
+  int* begins_k = nullptr;  // [sequences]: of the keys; behind them all where no query sees any
+  int* plan = nullptr;      // a count, then from the third int on (sequence, its first place in the plan) for each tile
+};
 
-// Tiles are in accumulator order (csrc/device/backward.cuh), their head dims the kernel's.
+struct ForwardWorkspace {
+  SequencePlan sequences;
+  int64_t bytes;
+};
+
+ForwardWorkspace forward_workspace(const Problem& problem, const Kernel& kernel, void* base);
+
+// Tiles are in accumulator order (csrc/device/backward.cuh), their head dims the kernel's. Tile counts are per head row, the room
+// for all sequences of a packed batch.
 struct BackwardWorkspace {
   float* dq_accum;  // [batch, heads, q tiles, tile]
   float* lse_log2;  // [batch, heads, seqlen_q padded]
   float* delta;     // the same
   int* dq_state;    // [batch, heads, seqlen_q padded / 64]
+  int* tickets;     // [1]
   float* dk_parts;  // [batch, kv_heads, splits, kv tiles, tile] where splits > 1
   float* dv_parts;
+  SequencePlan sequences;
   int64_t dq_accum_bytes;
   int64_t q_tiles;
   int64_t kv_tiles;
@@ -26,5 +39,8 @@ struct BackwardWorkspace {
 };
 
 BackwardWorkspace backward_workspace(const Problem& problem, const Selection& selection, void* base);
+
+// Tiles of `rows` rows that a workspace has for `seqlen` rows: of packed sequences, one more for each (sequences.cuh).
+int64_t tile_count(const Problem& problem, int64_t seqlen, int rows);
 
 }  // namespace gqa_attn

@@ -36,7 +36,7 @@ def test_attention_varlen_takes_one_cu_seqlens_for_self_attention():
 
 
 @pytest.mark.parametrize("given, flag, expected",
-                         [(None, False, False), (None, True, True), (None, "warn", False), (True, False, True),
+                         [(None, False, False), (None, True, True), (None, "warn", True), (True, False, True),
                           (False, True, False)])
 def test_deterministic_reaches_bwd(given, flag, expected):
     x = random_inputs(1, 9, 9, 2, 1, 8)
@@ -166,11 +166,8 @@ def explain_without_gpu(**options):
     return gqa_attn.explain(meta(2, 512, 8, 128), meta(2, 512, 2, 128), meta(2, 512, 2, 128), **options)
 
 
-def test_explain_says_what_has_no_kernel():
-    said = explain_without_gpu(window=(3, 3), deterministic=True)
-    assert "assumed" in str(said) and "no CUDA kernel for window" in said.forward and "window, deterministic" in said.backward
-    packed = gqa_attn.explain(meta(9, 8, 64), meta(9, 2, 64), meta(9, 2, 64), torch.empty(3, dtype=torch.int32, device="meta"))
-    assert "cu_seqlens" in packed.forward and "cu_seqlens" in packed.backward
+def test_explain_refuses_what_kernels_do_not_take():
+    assert "assumed" in str(explain_without_gpu())
     with pytest.raises(TypeError, match="float64"):
         gqa_attn.explain(*(meta(1, 5, 1, 8, dtype=torch.float64) for _ in range(3)))
 
@@ -185,16 +182,17 @@ def test_explain_gives_what_selection_gives(monkeypatch):
             if phase == "backward":
                 raise NotImplementedError("required this, supported that")
             return dict(
-                name="forward_x", phase=phase, arch=90, dtype="bfloat16", causal=True, head_dim=128, head_dim_v=128, block_q=128,
-                block_kv=160, stages_q=1, stages_kv=2, threads=384, registers=240, smem_bytes=196608, prepare="prepare_x",
-                finish_dq="finish_x", finish_dk=None, finish_dv=None, splits=3, workspace_bytes=77, reason="it fits",
+                name="forward_x", phase=phase, arch=90, dtype="bfloat16", mask="causal", head_dim=128, head_dim_v=128,
+                block_q=128, block_kv=160, stages_q=1, stages_kv=2, threads=384, registers=240, smem_bytes=196608,
+                prepare="prepare_x", finish_dq="finish_x", finish_dk=None, finish_dv=None, splits=3, workspace_bytes=77,
+                reason="it fits",
             )
 
     monkeypatch.setattr(_library, "compiled", Compiled)
     said = explain_without_gpu(causal=True)
     problem = dict(dtype="bfloat16", causal=True, batch=2, seqlen_q=512, seqlen_k=512, heads=8, kv_heads=2, head_dim=128,
-                   head_dim_v=128, arch=90, num_sms=132)
-    assert asked == [("forward", problem), ("backward", problem)]
+                   head_dim_v=128, window_left=-1, window_right=-1, softcap=False, sequences=None, arch=90, num_sms=132)
+    assert asked == [("forward", problem), ("backward", problem | dict(deterministic=False))]
     assert said.backward == "required this, supported that"
     assert dataclasses.asdict(said.forward) == dict(
         name="forward_x", block_q=128, block_kv=160, stages_q=1, stages_kv=2, threads=384, registers=240, smem_bytes=196608,
@@ -211,7 +209,7 @@ def test_explain_without_the_compiled_module(monkeypatch):
     assert "it was not built" in said.forward and "it was not built" in said.backward
 
 
-def test_window_of_zero_to_the_right_is_causal_for_selection():
+def test_every_option_reaches_selection(monkeypatch):
     problems = []
 
     class Compiled:
@@ -220,10 +218,12 @@ def test_window_of_zero_to_the_right_is_causal_for_selection():
             problems.append(problem)
             raise NotImplementedError("nothing")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_library, "compiled", Compiled)
-        explain_without_gpu(window=(-1, 0))
-    assert [problem["causal"] for problem in problems] == [True, True]
+    monkeypatch.setattr(_library, "compiled", Compiled)
+    sinks, cu_seqlens = meta(8, dtype=torch.float32), meta(4, dtype=torch.int32)
+    options = dict(window=(5, 3), softcap=2.0, sinks=sinks, deterministic=True)
+    gqa_attn.explain(meta(9, 8, 64), meta(9, 2, 64), meta(9, 2, 64), cu_seqlens, **options)
+    asked = dict(window_left=5, window_right=3, softcap=True, sequences=3)
+    assert problems[0].items() >= asked.items() and problems[1].items() >= (asked | dict(deterministic=True)).items()
 
 
 def test_compiled_calls_raise_too():
@@ -236,8 +236,8 @@ def test_attention_under_fake_tensors():
     with FakeTensorMode():
         q, k, v = (torch.empty(2, 5, h, 8, dtype=torch.float16, device="cuda") for h in (4, 2, 2))
         assert gqa_attn.attention(q, k, v, causal=True).shape == (2, 5, 4, 8)
-        with pytest.raises(NotImplementedError, match="softcap"):
-            gqa_attn.attention(q, k, v, softcap=1.0)
+        with pytest.raises(TypeError, match="float64"):
+            gqa_attn.attention(q.double(), k.double(), v.double())
 
 
 def test_info():

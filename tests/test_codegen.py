@@ -14,8 +14,8 @@ from codegen.table import KERNELS  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 # One of each family, with shared buffers of one size, which TileLang places in the order of addresses.
-FAMILIES = ("forward_sm90_d64x64_bf16_causal", "backward_sm90_d128x128_fp16", "backward_wide_sm90_d256x256_bf16",
-            "prepare_sm90_d128_fp16", "finish_sm90_d96_r64_bf16")
+FAMILIES = ("forward_sm90_d64x64_bf16_causal", "forward_sm90_d128x128_bf16_general", "backward_sm90_d128x128_fp16",
+            "backward_wide_sm90_d256x256_bf16_softcap", "prepare_sm90_d128_fp16", "finish_sm90_d96_r64_bf16")
 LOWER = """
 import sys
 from codegen.__main__ import lower_kernel

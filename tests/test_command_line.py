@@ -106,7 +106,7 @@ def test_a_build_that_cannot_tell_has_none(run, monkeypatch):
     (["--q", f"{2**40},{2**40},2,64", *SHAPES[2:]], "Storage size calculation overflowed"),
     (SHAPES[2:], "the following arguments are required: --q"),
     pytest.param(["--q", f"1,{2**31},1,64", "--k", "1,8,1,64", "--v", "1,8,1,64"],
-                 "on CUDA seqlen, and batch * heads * seqlen / 64, must be below 2**31", marks=needs_library),
+                 "on CUDA 4 * seqlen, and batch * heads * (seqlen / 64 + sequences), must be below 2**31", marks=needs_library),
 ])
 def test_wrong_arguments(run, arguments, said):
     code, printed, errors = run("explain", *arguments)

@@ -173,3 +173,11 @@ def test_a_sink_of_minus_infinity_is_no_sink():
     assert all(t.isfinite().all() for t in results) and results[3][1] == 0
     plain = gqa_attn.attention(q, k, v, causal=True)
     assert torch.equal(out[:, :, 1], plain[:, :, 1])
+
+
+@pytest.mark.parametrize("softcap", [1e-300, 1e-40, 1e30, 1e300])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softcaps_that_float32_does_not_hold(dtype, softcap):
+    """A cap near 0 makes every score 0, which a scale of 0 does too; a huge one caps nothing."""
+    x = random_inputs(2, 40, 70, 4, 2, 32, dtype=dtype)
+    assert_matches(run(x, softcap=softcap), *x, **{"scale": 0.0} if softcap < 1 else {})

@@ -18,22 +18,21 @@ if _C is None or not BUILD.exists():
 
 KERNELS = {kernel["name"]: kernel for kernel in _C.kernels()}
 MAIN = [name for name, kernel in KERNELS.items() if kernel["phase"] in ("forward", "backward")]
-# Kernel, less its dtype -> bytes of spill stores and loads together, at most. Reasons: docs/kernels.md.
+# Kernel, less dtype and softcap -> bytes of spill stores and loads together, at most. Reasons: docs/kernels.md.
 SPILLS_ALLOWED = {
-    "backward_sm90_d64x64_causal": 40,
-    "backward_sm90_d192x128": 72,
-    "backward_sm90_d192x128_causal": 210,
-    "backward_wide_sm90_d256x256": 344,
-    "backward_wide_sm90_d256x256_causal": 236,
-    "forward_sm90_d192x128_causal": 24,
+    "backward_sm90_d192x128": 84,
+    "backward_wide_sm90_d192x192": 92,
+    "backward_wide_sm90_d256x256": 300,
+    "forward_sm90_d64x64_general": 44,
+    "forward_sm90_d192x128_general": 24,
 }
 
 SM90_REGISTERS = 65536  # of a multiprocessor; a thread's come in steps of 8
 SM90_SHARED_MEMORY = 232448  # bytes that a block may have
 
 
-def without_dtype(name):
-    return re.sub("_(fp16|bf16)", "", name)
+def without_variant(name):
+    return re.sub("_(fp16|bf16|softcap)", "", name)
 
 
 def cuobjdump():
@@ -80,7 +79,7 @@ def test_no_spills(report):
     name, log = report
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill", log)))
     assert "bytes spill" in log
-    assert spilled <= SPILLS_ALLOWED.get(without_dtype(name), 0)
+    assert spilled <= SPILLS_ALLOWED.get(without_variant(name), 0)
 
 
 def test_wgmma_not_serialized(report):
@@ -91,11 +90,13 @@ def test_wgmma_not_serialized(report):
 
 def test_allowed_spills_are_of_kernels():
     if not os.environ.get("GQA_ATTN_KERNELS"):
-        assert SPILLS_ALLOWED.keys() <= set(map(without_dtype, KERNELS))
+        assert SPILLS_ALLOWED.keys() <= set(map(without_variant, KERNELS))
 
 
 def test_library_holds_exactly_the_table(opcodes):
-    assert set(opcodes) == set(KERNELS)
+    """And the kernels of csrc/sequences.cu, which know no tiles."""
+    assert {name for name in opcodes if not name.startswith("_Z")} == set(KERNELS)
+    assert sum(name.startswith("_Z") for name in opcodes) == 3
 
 
 @pytest.mark.parametrize("name", MAIN)

@@ -110,10 +110,10 @@ FORWARD_CASES = [
     Case(VALUE, "k must be on the device of q (cpu), got cuda:0", {"k": S(2, 9, 3, 72, device="cuda")}),
     Case(VALUE, "v must be on the device of q (cuda:1), got cuda:0", {"v": S(2, 9, 3, 40, device="cuda:0")}, device="cuda:1"),
     Case(VALUE, "sinks must be on the device of q (cuda:0), got cpu", {"sinks": S(6, device="cpu")}, device="cuda"),
-    Case(VALUE, "cu_seqlens_q must be on the device of q (cuda:0), got cpu", {"cu_seqlens_q": S(4, dtype="int32", device="cpu")},
-         PACKED, "cuda"),
-    Case(VALUE, "cu_seqlens_k must be on the device of q (cuda:0), got cpu", {"cu_seqlens_k": S(4, dtype="int32", device="cpu")},
-         PACKED, "cuda"),
+    Case(VALUE, "cu_seqlens_q must be on the device of q (cuda:0), got cpu",
+         {"cu_seqlens_q": S(4, dtype="int32", device="cpu")}, PACKED, "cuda"),
+    Case(VALUE, "cu_seqlens_k must be on the device of q (cuda:0), got cpu",
+         {"cu_seqlens_k": S(4, dtype="int32", device="cpu")}, PACKED, "cuda"),
     Case(TYPE, "q must be a strided torch.Tensor, got NoneType", {"q": None}),
     Case(TYPE, "v must be a strided torch.Tensor, got NoneType", {"v": None}, device="cuda"),
     # options (B26: negative windows)
@@ -162,19 +162,11 @@ BACKWARD_CASES = [
     *(Case(VALUE, f"{name} must be on the device of q (cuda:0), got cpu", {name: Spec(shape, device="cpu")}, device="cuda")
       for name, shape in (("dout", (2, 7, 6, 40)), ("out", (2, 7, 6, 40)), ("lse", (2, 6, 7)), ("dlse", (2, 6, 7)))),
 ]
-SUPPORTED = "yet; on CUDA supported: full and causal masks, any scale; on the CPU: every option"
-UNSUPPORTED_CASES = [
-    Case(UNSUPPORTED, f"no CUDA kernel for window {SUPPORTED}", {"window_left": 3, "causal": True}, device="cuda"),
-    Case(UNSUPPORTED, f"no CUDA kernel for window {SUPPORTED}", {"window_right": 1}, device="cuda"),
-    Case(UNSUPPORTED, f"no CUDA kernel for softcap, sinks {SUPPORTED}", {"softcap": 30.0, "sinks": S(6, dtype="float32")},
-         device="cuda"),
-    Case(UNSUPPORTED, f"no CUDA kernel for cu_seqlens {SUPPORTED}", {}, PACKED, "cuda"),
-    Case(UNSUPPORTED, f"no CUDA kernel for deterministic {SUPPORTED}", {"deterministic": True}, device="cuda"),
-]
-REFUSED = FORWARD_CASES + BACKWARD_CASES + UNSUPPORTED_CASES
+REFUSED = FORWARD_CASES + BACKWARD_CASES
 ACCEPTED = [
     Case(None, "", {}), Case(None, "", {}, PACKED), Case(None, "", {}, device="cuda"), Case(None, "", {}, device="meta"),
-    Case(None, "", {"window_right": 0}, device="cuda"),  # causal by another name
+    Case(None, "", {"window_left": 3, "softcap": 30.0, "sinks": S(6, dtype="float32"), "deterministic": True}, device="cuda"),
+    Case(None, "", {"window_right": 1, "causal": True}, PACKED, "cuda"),
     Case(None, "", {"window_right": 5, "causal": True}, device="cuda"),  # causal overrides the right window
     Case(None, "", {"scale": -2.5, "dlse": S(2, 6, 7)}, device="cuda"),
     Case(None, "", {"window_left": 0, "window_right": 2**31, "softcap": 15.0, "sinks": S(6, dtype="float32"),

@@ -1,6 +1,7 @@
 """gqa_attn._C: selection is total over what the contract promises, and says why where it refuses."""
 
 import os
+from itertools import product
 
 import pytest
 
@@ -14,19 +15,35 @@ needs_all_kernels = pytest.mark.skipif(bool(os.environ.get("GQA_ATTN_KERNELS")),
 
 
 @needs_all_kernels
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", ["full", "causal", "general"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_every_head_dim_has_kernels(phase, dtype, causal):
+def test_every_head_dim_has_kernels(phase, dtype, mask):
     """With the least padding: no other kernel of its kind that serves these head dims is smaller."""
+    masks = {"full": dict(causal=False), "causal": {}, "general": dict(window_left=5)}
     for head_dim in range(1, 257):
         for head_dim_v in {1, head_dim, 257 - head_dim, 256}:
-            choice = _C.select(phase, **PROBLEM | dict(dtype=dtype, causal=causal, head_dim=head_dim, head_dim_v=head_dim_v))
+            choice = _C.select(phase, **PROBLEM | masks[mask] | dict(dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v))
             fitting = [row["head_dim"] + row["head_dim_v"] for row in ROWS.values()
-                       if (row["phase"], row["dtype"], row["causal"]) == (phase, dtype, causal)
+                       if (row["phase"], row["dtype"]) == (phase, dtype)
                        and row["head_dim"] >= head_dim and row["head_dim_v"] >= head_dim_v]
             assert choice["head_dim"] >= head_dim and choice["head_dim_v"] >= head_dim_v
             assert choice["head_dim"] + choice["head_dim_v"] == min(fitting)
+            assert choice["mask"] == (mask if phase == "forward" else "general")
+
+
+GENERAL = [dict(window_left=3), dict(window_right=1, causal=False), dict(softcap=True), dict(batch=1, sequences=4)]
+
+
+@needs_all_kernels
+@pytest.mark.parametrize("options, mask", [
+    *((options, "general") for options in GENERAL),
+    ({}, "causal"), (dict(causal=False), "full"), (dict(causal=False, window_right=0), "causal"),
+    (dict(window_left=1029), "causal"), (dict(window_left=1028), "general"),  # 1,030 keys: the first one sees them all
+    (dict(causal=False, window_left=1029, window_right=999), "full"), (dict(causal=False, window_right=998), "general"),
+], ids=str)
+def test_forward_masks(options, mask):
+    assert _C.select("forward", **PROBLEM | options)["mask"] == mask
 
 
 @needs_all_kernels
@@ -35,7 +52,24 @@ def test_tuned_head_dims(head_dim, head_dim_v):
     for phase in ("forward", "backward"):
         choice = _C.select(phase, **PROBLEM | dict(head_dim=head_dim, head_dim_v=head_dim_v))
         assert (choice["head_dim"], choice["head_dim_v"]) == (head_dim, head_dim_v)
-        assert choice["dtype"] == "bfloat16" and choice["causal"] is True
+        assert choice["dtype"] == "bfloat16"
+
+
+@needs_all_kernels
+@pytest.mark.parametrize("softcap", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_backward_takes_kernels_with_the_derivative_of_a_softcap_where_there_is_one(dtype, softcap):
+    """And nowhere else, since it costs time."""
+    for head_dim, head_dim_v in product(range(8, 257, 8), repeat=2):
+        problem = PROBLEM | dict(dtype=dtype, softcap=softcap, head_dim=head_dim, head_dim_v=head_dim_v)
+        assert ROWS[_C.select("backward", **problem)["name"]]["softcap"] is softcap, (head_dim, head_dim_v)
+
+
+@needs_all_kernels
+def test_softcap_at_192_and_128_is_padded():
+    """The kernel of these head dims keeps P in 16 bits only."""
+    capped = _C.select("backward", **PROBLEM | dict(head_dim=192, head_dim_v=128), softcap=True)
+    assert (capped["head_dim"], capped["head_dim_v"]) == (192, 192)
 
 
 @needs_all_kernels
@@ -60,12 +94,12 @@ def test_workspace_is_linear_in_the_lengths():
 def test_empty_problems(shape):
     for phase in {row["phase"] for row in ROWS.values()} & {"forward", "backward"}:
         row = next(row for row in ROWS.values() if row["phase"] == phase)
-        taken = {name: row[name] for name in ("dtype", "causal", "head_dim", "head_dim_v")}
+        taken = {name: row[name] for name in ("dtype", "head_dim", "head_dim_v")}
         assert _C.select(phase, **PROBLEM | taken | shape)["name"]
 
 
 def test_refusal_lists_required_supported_missing():
-    required = r"(?s)Required: bfloat16, head dims 128/128, causal, sm_80\. Supported: .*Missing: kernels for this GPU"
+    required = r"(?s)Required: bfloat16, head dims 128/128, causal mask, sm_80\. Supported: .*Missing: kernels for this GPU"
     with pytest.raises(NotImplementedError, match=required):
         _C.select("forward", **PROBLEM, arch=80)
     with pytest.raises(NotImplementedError, match="Missing: these head dims"):

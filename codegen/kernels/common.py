@@ -20,13 +20,14 @@ def size(name):
     return T.dynamic(name)
 
 
-def view(name, batch, seqlen, heads, head_dim, dtype):
-    """A View of KernelParams, [batch, seqlen, heads, head_dim] with run-time strides and unit last stride.
+def view(name, outer, inner, heads, head_dim, dtype):
+    """A View of KernelParams, [outer, inner, heads, head_dim] with run-time strides and unit last stride.
 
-    Tiles may reach beyond seqlen and head_dim: TMA fills with zeros on load and clips on store.
+    outer and inner are batch and seqlen; of packed sequences what csrc/device/sequences.cuh says. Tiles may reach beyond inner
+    and head_dim: TMA fills with zeros on load and clips on store.
     """
     strides = [T.dynamic(f"{name}_{axis}_stride", "int64") for axis in ("batch", "seq", "head")]
-    return T.StridedTensor([batch, seqlen, heads, head_dim], [*strides, 1], dtype)
+    return T.StridedTensor([outer, inner, heads, head_dim], [*strides, 1], dtype)
 
 
 def accum_index(i, j, rows):
@@ -45,3 +46,28 @@ def slot(count, stages):
 def phase(count, stages):
     """Parity that a consumer waits for at the count-th tile of a ring; a producer waits for its complement."""
     return (count // stages) & 1
+
+
+def tile_place(packed, b, begin, length, row):
+    """[outer, inner] of the tile that starts at `row` of a sequence, in a view (csrc/device/sequences.cuh)."""
+    return (
+        T.call_extern("int32", "gqa_attn::device::tile_outer", packed, b, begin, length, row),
+        T.call_extern("int32", "gqa_attn::device::tile_inner", packed, length, row),
+    )
+
+
+def tile_loader(producer):
+    """A macro that loads whole tiles into a ring, for the warp whose first thread is `producer`."""
+
+    @T.macro
+    def load(source, h, tiles_s, full, count, outer, inner, arrive=True):
+        stages, rows, columns = tiles_s.shape
+        at = slot(count, stages)
+        T.tma_copy(
+            source[outer, inner : inner + rows, h, 0:columns], tiles_s[at, :, :], barrier=full[at], leader_scope_threads=32
+        )
+        if arrive:
+            if T.get_thread_binding() == producer:
+                T.barrier_arrive(full[at])
+
+    return load

@@ -3,33 +3,41 @@
 A block walks work items (head row, query tile) in the order of csrc/device/forward.cuh. Each warpgroup owns 64 query rows
 and goes over the kv tiles from right to left, so that only the first tiles need a mask; S of the next tile is issued
 together with P V of the last one, and softmax runs while another warpgroup has the tensor cores.
-Query row i sees keys up to i + seqlen_k - seqlen_q when causal; the launch passes no row that sees no key.
+With d = i + seqlen_k - seqlen_q, query row i sees the keys up to d when causal; the general kernel's rows those from
+d - window_left to d + window_right, in a batch or in packed sequences, with or without a softcap. No kernel gets a row that sees no key.
 """
 
 from types import SimpleNamespace
 
 import tilelang.language as T
 
-from .common import LN2, phase, size, slot, view
+from .common import phase, size, slot, tile_loader, tile_place, view
 
 INCLUDES = ("device/forward.cuh",)
 DEV = "gqa_attn::device::"
+
+# What put_item of csrc/device/forward.cuh says about a work item of the general kernel.
+ITEM = ("tile", "b", "h", "q_begin", "q_length", "k_begin", "k_length", "diagonal", "first_kv", "n")
 
 
 def build(spec):
     BM, BN, D, DV = spec.block_q, spec.block_kv, spec.head_dim, spec.head_dim_v
     SQ, SKV = spec.stages_q, spec.stages_kv
-    causal, output = spec.causal, spec.output
+    causal, general, output = spec.mask == "causal", spec.mask == "general", spec.output
     warpgroups = BM // 64
     consumers = warpgroups * 128
     dtype, f32 = spec.dtype, T.float32
-    batch, seqlen_q, seqlen_k, heads, kv_heads = (size(n) for n in ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads"))
-    head_dim, head_dim_v = size("head_dim"), size("head_dim_v")
+    q_outer, q_inner, kv_outer, kv_inner = (size(n) for n in ("q_outer", "q_inner", "kv_outer", "kv_inner"))
+    heads, kv_heads, head_dim, head_dim_v = (size(n) for n in ("heads", "kv_heads", "head_dim", "head_dim_v"))
+    seqlen_q, head_rows, sequences = size("seqlen_q"), size("head_rows"), size("sequences")
     lse_row_stride = T.dynamic("lse_row_stride", "int64")
     q_tiles = T.ceildiv(seqlen_q, BM)
-    offset = seqlen_k - seqlen_q
+    # Of the general kernel: one more than Q's ring, since an item is written before the wait for its place, and one since it is
+    # read until O is stored.
+    ITEMS = SQ + 2
     out_chunk = 64 if DV % 64 == 0 else 32  # columns of one TMA store: the width of the tile's swizzle
     by_rows = T.GemmWarpPolicy.FullRow
+    work_index = "work_index<false>" if spec.mask == "full" else "work_index<true>"
 
     def cpp_bool(condition):
         return "true" if condition else "false"
@@ -37,8 +45,14 @@ def build(spec):
     def work(what, *args):
         return T.call_extern("int32", f"{DEV}{what}", *args)
 
-    def kv_tiles(tile):
-        return T.ceildiv(T.min((tile + 1) * BM + offset, seqlen_k) if causal else seqlen_k, BN)
+    def item(item_s, turn, field):
+        return item_s[slot(turn, ITEMS), ITEM.index(field)]
+
+    def place(b, begin, length, row):
+        return tile_place(sequences > 0, b, begin, length, row) if general else (b, row)
+
+    def kv_tiles(tile, seqlen_k):
+        return T.ceildiv(T.min((tile + 1) * BM + seqlen_k - seqlen_q, seqlen_k) if causal else seqlen_k, BN)
 
     @T.macro
     def take_turn(wg):
@@ -65,12 +79,28 @@ def build(spec):
         )
 
     @T.macro
-    def mask(t, tile, first_key):
+    def mask(t, first_key, diagonal, keys, window_left, window_right):
         for i, j in T.Parallel(BM, BN):
             if causal:
-                t.s[i, j] = T.if_then_else(tile * BM + i + offset >= first_key + j, t.s[i, j], -T.infinity(f32))
+                t.s[i, j] = T.if_then_else(diagonal + i >= first_key + j, t.s[i, j], -T.infinity(f32))
+            elif general:
+                t.s[i, j] = T.if_then_else(
+                    (first_key + j <= T.min(diagonal + i + window_right, keys - 1))
+                    & (first_key + j >= diagonal + i - window_left),
+                    t.s[i, j], -T.infinity(f32),
+                )
             else:
-                t.s[i, j] = T.if_then_else(first_key + j < seqlen_k, t.s[i, j], -T.infinity(f32))
+                t.s[i, j] = T.if_then_else(first_key + j < keys, t.s[i, j], -T.infinity(f32))
+
+    def crosses_window(first_key, diagonal, window_left, window_right):
+        """Whether a tile holds a key that some row of the query tile does not see. (Only the first tile reaches past the last key.)"""
+        return (first_key + BN - 1 > diagonal + window_right) | (first_key < diagonal + BM - 1 - window_left)
+
+    @T.macro
+    def cap(t, cap_scale):
+        if general:
+            if cap_scale >= 0:
+                T.call_extern("handle", f"{DEV}cap_scores<{BN // 2}>", t.s.data, cap_scale)
 
     @T.macro
     def softmax(t, first, scale_log2):
@@ -78,25 +108,27 @@ def build(spec):
         T.call_extern("handle", step, t.s.data, t.row_max.data, t.rescale.data, t.row_sum.data, scale_log2)
 
     @T.macro
-    def first_tile(t, wg, turn, count, tile, n, scale_log2):
+    def first_tile(t, wg, turn, count, first_key, diagonal, keys, window_left, window_right, scale_log2, cap_scale):
         score(t, wg, turn, count)
         pass_turn(wg)
         T.wait_wgmma(0)
         arrive_per_warp(t.k_empty, count)
-        mask(t, tile, (n - 1) * BN)
+        cap(t, cap_scale)
+        mask(t, first_key, diagonal, keys, window_left, window_right)
         softmax(t, True, scale_log2)
         T.copy(t.s, t.p)
 
     @T.macro
-    def next_tile(t, wg, turn, count, tile, first_key, masked, scale_log2):
+    def next_tile(t, wg, turn, count, first_key, masked, diagonal, keys, window_left, window_right, scale_log2, cap_scale):
         score(t, wg, turn, count)
         T.barrier_wait(t.v_full[slot(count - 1, SKV)], phase(count - 1, SKV))
         T.wgmma_gemm(t.p, t.v_s[slot(count - 1, SKV), :, :], t.o, policy=by_rows)
         pass_turn(wg)
         T.wait_wgmma(1)
         arrive_per_warp(t.k_empty, count)
+        cap(t, cap_scale)
         if masked:
-            mask(t, tile, first_key)
+            mask(t, first_key, diagonal, keys, window_left, window_right)
         softmax(t, False, scale_log2)
         T.wait_wgmma(0)
         arrive_per_warp(t.v_empty, count - 1)
@@ -111,36 +143,46 @@ def build(spec):
         arrive_per_warp(t.v_empty, count)
 
     @T.macro
-    def store(t, wg, tile_s, out, b, first_row, h):
+    def store_chunk(tile_s, out, at, column, h, outer, inner):
+        T.tma_copy(
+            tile_s[0, at : at + 64, column : column + out_chunk],
+            out[outer, inner : inner + 64, h, column : column + out_chunk],
+            leader_scope_threads=128,
+        )
+
+    @T.macro
+    def store(t, wg, tile_s, out, b, h, begin, length, row):
         T.sync_threads(6 + wg, 128)
         T.copy(t.o, tile_s[0, :, 0:DV])
         T.fence_proxy_async()
         T.sync_threads(6 + wg, 128)
-        for c in T.unroll(DV // out_chunk):
-            T.tma_copy(
-                tile_s[0, wg * 64 : wg * 64 + 64, c * out_chunk : (c + 1) * out_chunk],
-                out[b, first_row : first_row + 64, h, c * out_chunk : (c + 1) * out_chunk],
-                leader_scope_threads=128,
-            )
+        if (row < length) if general else True:  # a batch's TMA clips rows behind the end (csrc/device/sequences.cuh)
+            for c in T.unroll(DV // out_chunk):
+                store_chunk(tile_s, out, wg * 64, c * out_chunk, h, *place(b, begin, length, row))
 
-    @T.macro
-    def load(source, b, first_row, h, tiles_s, full, count):
-        stages, rows, columns = tiles_s.shape
-        at = slot(count, stages)
-        tile = source[b, first_row : first_row + rows, h, 0:columns]
-        T.tma_copy(tile, tiles_s[at, :, :], barrier=full[at], leader_scope_threads=32)
-        if T.get_thread_binding() == consumers:
-            T.barrier_arrive(full[at])
+    load = tile_loader(consumers)
 
     @T.prim_func
     def forward(
-        q: view("q", batch, seqlen_q, heads, head_dim, dtype),
-        k: view("k", batch, seqlen_k, kv_heads, head_dim, dtype),
-        v: view("v", batch, seqlen_k, kv_heads, head_dim_v, dtype),
-        out: view("out", batch, seqlen_q, heads, head_dim_v, dtype),
-        lse: T.StridedTensor([batch * heads, seqlen_q], [lse_row_stride, 1], f32),
+        q: view("q", q_outer, q_inner, heads, head_dim, dtype),
+        k: view("k", kv_outer, kv_inner, kv_heads, head_dim, dtype),
+        v: view("v", kv_outer, kv_inner, kv_heads, head_dim_v, dtype),
+        out: view("out", q_outer, q_inner, heads, head_dim_v, dtype),
+        lse: T.StridedTensor([head_rows, seqlen_q], [lse_row_stride, 1], f32),
+        sinks: T.Tensor([heads], f32),
+        begins_q: T.Tensor([sequences], T.int32),
+        ends_q: T.Tensor([sequences], T.int32),
+        begins_k: T.Tensor([sequences], T.int32),
+        ends_k: T.Tensor([sequences], T.int32),
+        plan: T.Tensor([sequences], T.int32),
+        seqlen_k: T.int32,
         scale_log2: T.float32,
+        cap_scale: T.float32,
+        has_sinks: T.int32,
+        window_left: T.int32,
+        window_right: T.int32,
         section: T.int32,
+        together_keys: T.int32,
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=consumers + 128) as (_,):
@@ -151,8 +193,8 @@ def build(spec):
                 s=T.alloc_fragment([BM, BN], f32),
                 p=T.alloc_fragment([BM, BN], dtype),
                 o=T.alloc_fragment([BM, DV], f32),
-                row_max=T.alloc_fragment([BM], f32),
-                row_sum=T.alloc_fragment([BM], f32),
+                row_max=T.alloc_local([2], f32),  # of this thread's two rows, as row_sum
+                row_sum=T.alloc_local([2], f32),
                 rescale=T.alloc_fragment([BM], f32),
                 q_full=T.alloc_barrier(arrive_count=[1] * SQ),
                 q_empty=T.alloc_barrier(arrive_count=[consumers] * SQ),
@@ -162,9 +204,9 @@ def build(spec):
                 v_empty=T.alloc_barrier(arrive_count=[warpgroups * 4] * SKV),
             )
             out_s = T.alloc_shared([1, BM, DV] if output == "own_tile" else [1, 1, 8], dtype)
+            item_s = T.alloc_shared([ITEMS, len(ITEM)] if general else [1, 1], T.int32, scope="shared")
             tx = T.get_thread_binding()
-            rows = T.alloc_var("int32", init=batch * heads)
-            items = T.alloc_var("int32", init=q_tiles * batch * heads)
+            items = T.alloc_var("int32", init=q_tiles * head_rows)
             turn = T.alloc_var("int32", init=0)  # items done by this block
             index = T.alloc_var("int32", init=0)
             row = T.alloc_var("int32", init=0)   # batch * heads + head
@@ -173,47 +215,90 @@ def build(spec):
             tile = T.alloc_var("int32", init=0)
             n = T.alloc_var("int32", init=0)     # kv tiles of this item
             count = T.alloc_var("int32", init=0)  # kv tiles before it: place in the rings
-            masked = T.alloc_var("int32", init=0)
-            index = work(f"work_index<{cpp_bool(causal)}>", turn, blocks)
+            keys = T.alloc_var("int32", init=seqlen_k)
+            length = T.alloc_var("int32", init=seqlen_q)
+            if general:
+                items = work("item_count", items, plan.data, sequences, heads)
+            index = work(work_index, turn, blocks)
             if tx < consumers:
                 T.set_max_nreg(spec.registers, 1)
+                masked = T.alloc_var("int32", init=0)
+                first_key = T.alloc_var("int32", init=0)
+                diagonal = T.alloc_var("int32", init=0)
+                begin = T.alloc_var("int32", init=0)
                 wg = tx // 128
                 if wg == warpgroups - 1:
                     T.named_barrier_arrive(2, 256)  # the first turn is warpgroup 0's
                 while index < items:
-                    tile = work("work_tile", index, q_tiles, rows, section)
-                    row = work("work_head_row", index, q_tiles, rows, section, tile)
-                    b = work("divide", row, heads)
-                    h = row - b * heads
-                    if causal:
-                        tile = q_tiles - 1 - tile  # long tiles first
-                    n = kv_tiles(tile)
+                    if general:
+                        T.barrier_wait(t.q_full[slot(turn, SQ)], phase(turn, SQ))
+                        diagonal = item(item_s, turn, "diagonal")
+                        keys = item(item_s, turn, "k_length")
+                        n = item(item_s, turn, "n")
+                        first_key = (item(item_s, turn, "first_kv") + n - 1) * BN
+                    else:
+                        tile = work("work_tile", index, q_tiles, head_rows, section)
+                        row = work("work_head_row", index, q_tiles, head_rows, section, tile)
+                        b = work("divide", row, heads)
+                        h = row - b * heads
+                        if causal:
+                            tile = q_tiles - 1 - tile  # long tiles first
+                            diagonal = tile * BM + seqlen_k - seqlen_q
+                        n = kv_tiles(tile, seqlen_k)
+                        first_key = (n - 1) * BN
                     T.clear(t.o)
                     if output == "registers":  # only external functions use o then: this lets TileLang infer its layout
                         T.fill(t.rescale, 1)
                         for i, j in T.Parallel(BM, DV):
                             t.o[i, j] = t.o[i, j] * t.rescale[i]
                     T.warpgroup_fence_operand(t.o, num_regs=DV // 2)
-                    T.barrier_wait(t.q_full[slot(turn, SQ)], phase(turn, SQ))
-                    first_tile(t, wg, turn, count, tile, n, scale_log2)
+                    if spec.mask != "general":
+                        T.barrier_wait(t.q_full[slot(turn, SQ)], phase(turn, SQ))
+                    first_tile(
+                        t, wg, turn, count, first_key, diagonal, keys, window_left, window_right, scale_log2, cap_scale
+                    )
                     if causal:
-                        masked = T.max(n - (tile * BM + offset + 1) // BN, 1)
+                        masked = T.max(n - (diagonal + 1) // BN, 1)
                         for it in T.serial(1, masked):
-                            next_tile(t, wg, turn, count + it, tile, (n - 1 - it) * BN, True, scale_log2)
+                            next_tile(
+                                t, wg, turn, count + it, (n - 1 - it) * BN, True, diagonal, keys, window_left, window_right,
+                                scale_log2, cap_scale,
+                            )
                         for it in T.serial(masked, n):
-                            next_tile(t, wg, turn, count + it, tile, 0, False, scale_log2)
+                            next_tile(
+                                t, wg, turn, count + it, 0, False, diagonal, keys, window_left, window_right, scale_log2,
+                                cap_scale,
+                            )
+                    elif general:
+                        for it in T.serial(1, n):
+                            first_key = first_key - BN
+                            masked = crosses_window(first_key, diagonal, window_left, window_right)
+                            next_tile(
+                                t, wg, turn, count + it, first_key, masked, diagonal, keys, window_left, window_right,
+                                scale_log2, cap_scale,
+                            )
                     else:
                         for it in T.serial(1, n):
-                            next_tile(t, wg, turn, count + it, tile, 0, False, scale_log2)
+                            next_tile(
+                                t, wg, turn, count + it, 0, False, diagonal, keys, window_left, window_right, scale_log2,
+                                cap_scale,
+                            )
                     count = count + n
                     if output != "q_tile":
                         T.barrier_arrive(t.q_empty[slot(turn, SQ)])
                     last_values(t, count - 1)
-                    T.call_extern("handle", f"{DEV}finish_row_sum", t.row_sum.data)
-                    for i in T.Parallel(BM):
-                        t.rescale[i] = 1.0 / t.row_sum[i]
-                    for i in T.Parallel(BM):
-                        t.row_sum[i] = (T.log2(t.row_sum[i]) + t.row_max[i] * scale_log2) * LN2
+                    T.call_extern(
+                        "handle", f"{DEV}finish_rows", t.row_max.data, t.row_sum.data, t.rescale.data, scale_log2,
+                        T.call_extern(
+                            "float32", f"{DEV}sink_log2", sinks.data, item(item_s, turn, "h") if general else h, has_sinks
+                        ),
+                    )
+                    if general:
+                        tile = item(item_s, turn, "tile")
+                        b = item(item_s, turn, "b")
+                        h = item(item_s, turn, "h")
+                        begin = item(item_s, turn, "q_begin")
+                        length = item(item_s, turn, "q_length")
                     if output == "registers":
                         T.call_extern(
                             "handle", f"{DEV}store_rows<{DV}, {cpp_bool(dtype == 'bfloat16')}>", t.o.data, t.rescale.data,
@@ -225,14 +310,18 @@ def build(spec):
                             t.o[i, j] = t.o[i, j] * t.rescale[i]
                         if output == "own_tile":
                             T.tma_store_wait(0)
-                            store(t, wg, out_s, out, b, tile * BM + wg * 64, h)
+                            store(t, wg, out_s, out, b, h, begin, length, tile * BM + wg * 64)
                         else:
-                            store(t, wg, t.q_s, out, b, tile * BM + wg * 64, h)
+                            store(t, wg, t.q_s, out, b, h, begin, length, tile * BM + wg * 64)
                             T.tma_store_wait(0)
                             T.barrier_arrive(t.q_empty[0])
-                    T.copy(t.row_sum, lse[row, tile * BM : (tile + 1) * BM])
+                    T.call_extern(
+                        "handle", f"{DEV}store_lse", T.address_of(lse[0, 0]),
+                        T.Cast("int64", b * heads + h) * lse_row_stride + begin + tile * BM + wg * 64, t.row_sum.data,
+                        length - tile * BM - wg * 64,
+                    )
                     turn = turn + 1
-                    index = work(f"work_index<{cpp_bool(causal)}>", turn, blocks)
+                    index = work(work_index, turn, blocks)
                 if wg == 0:
                     take_turn(wg)
                 T.tma_store_wait(0)
@@ -241,26 +330,48 @@ def build(spec):
                 if tx < consumers + 32:
                     kv_head = T.alloc_var("int32", init=0)
                     group = T.alloc_var("int32", init=0)
+                    kv_tile = T.alloc_var("int32", init=0)
+                    q_length = T.alloc_var("int32", init=0)
+                    q_begin = T.alloc_var("int32", init=0)
+                    k_length = T.alloc_var("int32", init=0)
+                    k_begin = T.alloc_var("int32", init=0)
                     group = work("divide", heads, kv_heads)
                     while index < items:
-                        tile = work("work_tile", index, q_tiles, rows, section)
-                        row = work("work_head_row", index, q_tiles, rows, section, tile)
-                        b = work("divide", row, heads)
-                        h = row - b * heads
+                        if general:
+                            T.call_extern(
+                                "handle", f"{DEV}put_item<{BM}, {BN}>", T.address_of(item_s[slot(turn, ITEMS), 0]), index,
+                                head_rows, heads, group, section, together_keys, seqlen_q, seqlen_k, window_left, window_right, sequences,
+                                begins_q.data, ends_q.data, begins_k.data, ends_k.data, plan.data,
+                            )
+                            tile = item(item_s, turn, "tile")
+                            b = item(item_s, turn, "b")
+                            h = item(item_s, turn, "h")
+                            n = item(item_s, turn, "n")
+                            q_begin = item(item_s, turn, "q_begin")
+                            q_length = item(item_s, turn, "q_length")
+                            k_begin = item(item_s, turn, "k_begin")
+                            k_length = item(item_s, turn, "k_length")
+                            kv_tile = item(item_s, turn, "first_kv") + n - 1
+                        else:
+                            tile = work("work_tile", index, q_tiles, head_rows, section)
+                            row = work("work_head_row", index, q_tiles, head_rows, section, tile)
+                            b = work("divide", row, heads)
+                            h = row - b * heads
+                            if causal:
+                                tile = q_tiles - 1 - tile
+                            n = kv_tiles(tile, seqlen_k)
+                            kv_tile = n - 1
                         kv_head = work("divide", h, group)
-                        if causal:
-                            tile = q_tiles - 1 - tile
-                        n = kv_tiles(tile)
                         T.barrier_wait(t.q_empty[slot(turn, SQ)], phase(turn, SQ) ^ 1)
-                        load(q, b, tile * BM, h, t.q_s, t.q_full, turn)
+                        load(q, h, t.q_s, t.q_full, turn, *place(b, q_begin, q_length, tile * BM))
                         for it in T.serial(n):
-                            first_key = (n - 1 - it) * BN
                             T.barrier_wait(t.k_empty[slot(count, SKV)], phase(count, SKV) ^ 1)
-                            load(k, b, first_key, kv_head, t.k_s, t.k_full, count)
+                            load(k, kv_head, t.k_s, t.k_full, count, *place(b, k_begin, k_length, kv_tile * BN))
                             T.barrier_wait(t.v_empty[slot(count, SKV)], phase(count, SKV) ^ 1)
-                            load(v, b, first_key, kv_head, t.v_s, t.v_full, count)
+                            load(v, kv_head, t.v_s, t.v_full, count, *place(b, k_begin, k_length, kv_tile * BN))
                             count = count + 1
+                            kv_tile = kv_tile - 1
                         turn = turn + 1
-                        index = work(f"work_index<{cpp_bool(causal)}>", turn, blocks)
+                        index = work(work_index, turn, blocks)
 
     return forward

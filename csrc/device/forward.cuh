@@ -4,7 +4,7 @@
 // j * 8 + (lane % 4) * 2 + c of row r * 8 + lane / 4 of the warp's 16 rows. Row vectors are float[2], indexed by r.
 #pragma once
 
-#include "common.cuh"
+#include "sequences.cuh"
 
 namespace gqa_attn::device {
 
@@ -29,6 +29,43 @@ __device__ __forceinline__ int work_head_row(int index, int tiles, int head_rows
   return s * section + index - s * tiles * section - tile * section_width(section, head_rows, s);
 }
 
+// How many items there are: a packed batch's number of tiles is in the plan only.
+__device__ __forceinline__ int item_count(int items, const int* plan, int sequences, int heads) {
+  return sequences ? plan[0] * heads : items;
+}
+
+// Item `index` as the general kernel needs it, in the order of ITEM in codegen/kernels/forward_sm90.py. The plan
+// (csrc/sequences.cu) is a count and (sequence, its first place in the plan) for each query tile. For a whole warp, which may
+// read `item` afterwards.
+template <int block_q, int block_kv>
+__device__ __forceinline__ void put_item(int* item, int index, int head_rows, int heads, int group, int section,
+                                         int together_keys, int seqlen_q, int seqlen_k, int window_left, int window_right,
+                                         int sequences, const int* begins_q, const int* ends_q, const int* begins_k,
+                                         const int* ends_k, const int* plan) {
+  int q_begin = 0, q_length = seqlen_q, k_begin = 0, k_length = seqlen_k;
+  if (sequences) {
+    const int* place = plan + 2 + 2 * divide(index, heads);
+    const int s = place[0];
+    index -= place[1] * heads;
+    head_rows = heads;
+    q_begin = begins_q[s], q_length = ends_q[s] - q_begin, k_begin = begins_k[s], k_length = ends_k[s] - k_begin;
+    section = k_length <= together_keys ? heads : group;
+  }
+  const int tiles = ceil_divide(q_length, block_q);
+  int tile = work_tile(index, tiles, head_rows, section);
+  const int row = work_head_row(index, tiles, head_rows, section, tile), batch = divide(row, heads);
+  tile = tiles - 1 - tile;                                    // long tiles first
+  const int diagonal = tile * block_q + k_length - q_length;  // the key at the diagonal of the tile's first row
+  const int first = divide(max(diagonal - window_left, 0), block_kv);
+  const int end = ceil_divide(min(diagonal + block_q + window_right, k_length), block_kv);
+  if ((threadIdx.x & 31) == 0) {
+    item[0] = tile, item[1] = batch, item[2] = row - batch * heads;
+    item[3] = q_begin, item[4] = q_length, item[5] = k_begin, item[6] = k_length;
+    item[7] = diagonal, item[8] = first, item[9] = end - first;
+  }
+  __syncwarp();
+}
+
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
@@ -39,10 +76,31 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Sum of each row over the four lanes that hold it.
-__device__ __forceinline__ void finish_row_sum(float* row_sum) {
-  row_sum[0] = quad_sum(row_sum[0]);
-  row_sum[1] = quad_sum(row_sum[1]);
+// Ends the online softmax: row_sum becomes lse, rescale the factor for what was accumulated (0 for a row that saw no key). The
+// sink, in base 2, is one more logit without a value; -inf where there is none.
+__device__ __forceinline__ void finish_rows(const float* row_max, float* row_sum, float* rescale, float scale_log2,
+                                            float sink_log2) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float top = row_max[r] == -INFINITY ? -INFINITY : row_max[r] * scale_log2;
+    const float new_top = fmaxf(top, sink_log2), shift = new_top == -INFINITY ? 0.f : new_top;
+    const float grown = exp2f(top - shift);
+    const float total = quad_sum(row_sum[r]) * grown + exp2f(sink_log2 - shift);
+    rescale[r] = total == 0.f ? 0.f : __fdividef(grown, total);
+    row_sum[r] = (log2f(total) + shift) * 0.6931471805599453f;
+  }
+}
+
+__device__ __forceinline__ float sink_log2(const float* sinks, int head, int has_sinks) {
+  return has_sinks ? sinks[head] * 1.4426950408889634f : -INFINITY;
+}
+
+// lse of a warpgroup's 64 rows, those below `rows`.
+__device__ __forceinline__ void store_lse(float* lse, int64_t at, const float* row_lse, int rows) {
+  const int row = (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x & 31) / 4;
+  if ((threadIdx.x & 3) != 0) return;
+  if (row < rows) lse[at + row] = row_lse[0];
+  if (row + 8 < rows) lse[at + row + 8] = row_lse[1];
 }
 
 // One step of the online softmax (Milakov and Gimelshein 2018): scores become exp2(score * scale_log2 - max), row_max (of raw

@@ -69,6 +69,8 @@ def backward(
 
 
 def _options(q: Tensor, scale: float | None, causal: bool, window_left: int, window_right: int, softcap: float) -> _Options:
+    if softcap and q.dtype != torch.float64:
+        softcap = min(max(softcap, 1e-18), 1e18)  # what is beyond gives the same in float32, but would be 0 or inf itself
     return _Options(q.shape[-1] ** -0.5 if scale is None else scale, window_left, 0 if causal else window_right, softcap)
 
 

@@ -80,43 +80,37 @@ def explain(
         deterministic = deterministic_by_default()
     left, right = window_sizes(window)
     q, k, v, sinks = autocast(q, k, v, sinks)
-    options = (scale, causal, left, right, softcap)
-    # As given first: errors name the devices that the caller knows.
-    _refusal(_rules.check_forward, q, k, v, *options, sinks, cu_seqlens_q, cu_seqlens_k)
+    _rules.check_forward(q, k, v, scale, causal, left, right, softcap, sinks, cu_seqlens_q, cu_seqlens_k)
     if q.device.type not in ("cuda", "meta"):
         on_cpu = q.device.type == "cpu"
         path = "the CPU path, tile by tile in plain torch" if on_cpu else "none: kernels are for CUDA and the CPU"
         return Explanation(str(q.device), path, path)
 
     device = torch.device("cuda") if q.device.type == "meta" else q.device
-    inputs = [_on(device, x) for x in (q, k, v)]
-    optional = [_on(device, x) for x in (sinks, cu_seqlens_q, cu_seqlens_k)]
-    *tokens, heads, _ = q.shape
-    out = _Stub((*tokens, heads, v.shape[-1]), q.dtype, device)
-    lse = _Stub((*tokens[:-1], heads, tokens[-1]), torch.float32, device)
-    refusals = {
-        "forward": _refusal(_rules.check_forward, *inputs, *options, *optional),
-        "backward": _refusal(_rules.check_backward, out, *inputs, out, lse, None, *options, *optional, deterministic),
-    }
+    _rules.check_forward(
+        *(_on(device, x) for x in (q, k, v)), scale, causal, left, right, softcap,
+        *(_on(device, x) for x in (sinks, cu_seqlens_q, cu_seqlens_k)),
+    )
     if q.numel() == 0 or k.numel() == 0:
         nothing = "none: without queries or without keys, results are only filled"
-        refusals = {phase: refusal or nothing for phase, refusal in refusals.items()}
-    if all(refusals.values()):
-        return Explanation(_name_of(device), **refusals)
-    problem, copies = _problem(q, k, v, causal, right, _limits_of(device)), _copies(q, k, v, scale)
-    return Explanation(_name_of(device), **{
-        phase: refusal or _select(phase, problem, copies[phase]) for phase, refusal in refusals.items()
-    })
+        return Explanation(_name_of(device), nothing, nothing)
+    problem, copies = _problem(q, k, v, causal, left, right, softcap, cu_seqlens_q, _limits_of(device)), _copies(q, k, v, scale)
+    return Explanation(
+        _name_of(device), _select("forward", problem, copies["forward"]),
+        _select("backward", problem | dict(deterministic=deterministic), copies["backward"]),
+    )
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, causal: bool, right: int, limits: tuple[int, int]) -> dict:
+def _problem(q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int, right: int, softcap: float, cu_seqlens_q: Tensor | None,
+             limits: tuple[int, int]) -> dict:
     """What select() takes, as csrc/ops.cpp puts it together."""
     *batch, seqlen_q, heads, head_dim = q.shape
     arch, num_sms = limits
     return dict(
-        dtype=str(q.dtype).removeprefix("torch."), causal=causal or right == 0, batch=batch[0] if batch else 1,
-        seqlen_q=seqlen_q, seqlen_k=k.shape[-3], heads=heads, kv_heads=k.shape[-2], head_dim=head_dim, head_dim_v=v.shape[-1],
-        arch=arch, num_sms=num_sms,
+        dtype=str(q.dtype).removeprefix("torch."), batch=batch[0] if batch else 1, seqlen_q=seqlen_q, seqlen_k=k.shape[-3],
+        heads=heads, kv_heads=k.shape[-2], head_dim=head_dim, head_dim_v=v.shape[-1], causal=causal, window_left=left,
+        window_right=right, softcap=softcap > 0,
+        sequences=None if cu_seqlens_q is None else len(cu_seqlens_q) - 1, arch=arch, num_sms=num_sms,
     )
 
 
@@ -135,14 +129,6 @@ def _on(device: torch.device, tensor: Tensor | None) -> _Stub | None:
     return None if tensor is None else _Stub(tuple(tensor.shape), tensor.dtype, device)
 
 
-def _refusal(check, *args) -> str:
-    try:
-        check(*args)
-    except _rules.UnsupportedError as refusal:
-        return str(refusal)
-    return ""
-
-
 def _limits_of(device: torch.device) -> tuple[int, int]:
     if device.index is None:
         return ASSUMED_ARCH, ASSUMED_SMS
@@ -157,8 +143,8 @@ def _name_of(device: torch.device) -> str:
 
 
 def _copies(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> dict[str, dict[str, int]]:
-    """Phase -> tensor -> bytes of the copy that the op makes, as csrc/ops.cpp decides it."""
-    negated = scale is not None and scale < 0  # the sign moves into q
+    """Phase -> tensor -> bytes of the copy that the op makes (csrc/ops.cpp; tests/gpu/test_gpu_explain.py holds them to it)."""
+    negated = scale is not None and scale < torch.finfo(torch.float32).tiny  # the sign moves into q, 0 makes it 0
     inputs = {name: _padded_bytes(x) for name, x in (("q", q), ("k", k), ("v", v)) if _needs_copy(x) or (x is q and negated)}
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device="meta")
 

@@ -47,8 +47,7 @@ def call(op: Callable, check: Callable, *args):
 
 
 def deterministic_by_default() -> bool:
-    """torch.use_deterministic_algorithms(True), unless it only warns: then no call may fail for want of a kernel."""
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled()
 
 
 @torch.library.register_fake("gqa_attn::fwd")

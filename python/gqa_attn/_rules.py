@@ -32,7 +32,7 @@ class UnsupportedError(NotImplementedError):
 
 
 FIELD = re.compile(r"\{([a-z_.]+)\}")  # a fact in a message
-ERRORS = {"value": ArgumentError, "type": ArgumentTypeError, "unsupported": UnsupportedError}
+ERRORS = {"value": ArgumentError, "type": ArgumentTypeError}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,6 @@ class Rule:
     kind: str  # a key of ERRORS
     condition: str  # must hold
     message: str  # with {facts}
-    missing: tuple[tuple[str, str], ...] = ()  # (name, condition): {missing} in the message lists the names that apply
 
 
 @dataclass(slots=True)
@@ -104,21 +103,6 @@ def _like_output(name):
     )
 
 
-def _unsupported_on_cuda(*missing):
-    return Rule(
-        "unsupported", 'device_type != "cuda" or not (' + " or ".join(f"({asked})" for _, asked in missing) + ")",
-        "no CUDA kernel for {missing} yet; on CUDA supported: full and causal masks, any scale; on the CPU: every option",
-        missing)
-
-
-_OPTIONS = (
-    # A right window of 0 without a left one is causal.
-    ("window", "window_left != -1 or (window_right > 0 and not causal)"),
-    ("softcap", "softcap > 0"),
-    ("sinks", "sinks.given"),
-    ("cu_seqlens", "varlen"),
-)
-
 _SHARED = (
     Rule("value", "cu_seqlens_q.given == cu_seqlens_k.given", "cu_seqlens_q and cu_seqlens_k must be given both or neither"),
     *_ranks("q", "[B, Sq, Hq, D]", "[Tq, Hq, D]"),
@@ -156,7 +140,6 @@ FORWARD_RULES = (
     *map(_strided, FORWARD_TENSORS),
     *map(_same_device, FORWARD_TENSORS[1:]),
     *_SHARED,
-    _unsupported_on_cuda(*_OPTIONS),
 )
 BACKWARD_RULES = (
     *map(_strided, BACKWARD_TENSORS),
@@ -166,7 +149,6 @@ BACKWARD_RULES = (
     *_like_output("dout"),
     *_row_statistics("lse"),
     *_row_statistics("dlse"),
-    _unsupported_on_cuda(*_OPTIONS, ("deterministic", "deterministic")),
 )
 
 
@@ -200,10 +182,8 @@ def _facts_of(tensor):
 
 
 def _error(rule, facts):
-    missing = ", ".join(name for name, asked in rule.missing if eval(asked, {}, facts))
-
     def text(field):  # csrc/facts.h prints facts alike
-        fact = eval(field[1], {}, {**facts, "missing": missing})
+        fact = eval(field[1], {}, facts)
         return f"{fact:g}" if isinstance(fact, float) else str(fact)
 
     return ERRORS[rule.kind](FIELD.sub(text, rule.message))
