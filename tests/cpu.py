@@ -34,7 +34,8 @@ def random_inputs(batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, head_dim
     shapes = [(seqlen_q, heads, head_dim), (seqlen_k, kv_heads, head_dim)]
     shapes += [(seqlen_k, kv_heads, head_dim_v), (seqlen_q, heads, head_dim_v)]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return Inputs(*(torch.randn(*first, *shape).to(dtype) for shape in shapes), torch.randn(*first, heads, seqlen_q, dtype=wide))
+    dlse = torch.randn(*first, heads, seqlen_q, dtype=wide)
+    return Inputs(*(torch.randn(*first, *shape).to(dtype) for shape in shapes), dlse)
 
 
 def run(x: Inputs, window=(-1, -1), **options) -> Results:

@@ -94,7 +94,8 @@ def test_fresh_environment(wheel, tmp_path):
 import sys, importlib.util, time
 import torch
 processes = []
-sys.addaudithook(lambda event, _: processes.append(event) if event in ("subprocess.Popen", "os.posix_spawn", "os.fork") else None)
+starts = ("subprocess.Popen", "os.posix_spawn", "os.fork")
+sys.addaudithook(lambda event, _: processes.append(event) if event in starts else None)
 assert importlib.util.find_spec("tilelang") is None and importlib.util.find_spec("pybind11") is None
 before = time.process_time()
 import gqa_attn

@@ -35,7 +35,7 @@ def test_import_takes_under_300_ms_on_top_of_torch_and_leaves_cuda_alone():
 
 
 def test_no_compiler_is_imported_and_no_process_started():
-    """Imports are refused and events recorded from after `import torch` on; waited-for children would also show in the usage."""
+    """Imports are refused and events recorded from after `import torch` on; waited-for children would show in the usage too."""
     before = """
         import resource, sys, torch
 

@@ -1,8 +1,11 @@
 """The problems of the GPU tests, as data, and how their inputs are made."""
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from itertools import accumulate
 
 import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # problems and checks hold for both, so they can be tried without a GPU
 
 TUNED = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 UNTUNED = [(40, 40), (72, 72), (80, 80), (104, 104), (112, 112), (160, 160), (1, 1), (33, 33), (129, 128), (64, 128), (128, 64),
@@ -92,45 +95,105 @@ class Problem:
     scale: float | None = None
     dlse: bool = False
     factor: float = 1.0  # on q, so on the logits
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    sinks: str | None = None  # "float32", "same" (the dtype of q) or "absent" (every other one is -inf)
+    dout: bool = True  # False: zeros, so that every gradient comes through lse
+    deterministic: bool = False
+    lengths: tuple[tuple[int, int], ...] | None = None  # queries and keys of packed sequences, instead of batch and seqlens
+    tail: int = 0  # rows behind the last sequence
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         dv = self.head_dim if self.head_dim_v is None else self.head_dim_v
-        sk = self.seqlen_q if self.seqlen_k is None else self.seqlen_k
-        return {"q": (self.batch, self.seqlen_q, self.heads, self.head_dim), "k": (self.batch, sk, self.kv_heads, self.head_dim),
-                "v": (self.batch, sk, self.kv_heads, dv), "dout": (self.batch, self.seqlen_q, self.heads, dv)}
+        if self.lengths is None:
+            tokens_q = (self.batch, self.seqlen_q)
+            tokens_k = (self.batch, self.seqlen_q if self.seqlen_k is None else self.seqlen_k)
+        else:
+            tokens_q, tokens_k = ((bounds[-1] + self.tail,) for bounds in self.bounds)
+        return {"q": (*tokens_q, self.heads, self.head_dim), "k": (*tokens_k, self.kv_heads, self.head_dim),
+                "v": (*tokens_k, self.kv_heads, dv), "dout": (*tokens_q, self.heads, dv)}
 
     @property
-    def empty_rows(self) -> int:
-        """Leading query rows that see no key."""
-        sq, sk = self.shapes["q"][1], self.shapes["k"][1]
-        return sq if sk == 0 else max(0, sq - sk) if self.causal else 0
+    def bounds(self) -> tuple[list[int], list[int]]:
+        """cu_seqlens of queries and keys; of a dense problem those of one batch element."""
+        lengths = ((self.shapes["q"][1], self.shapes["k"][1]),) if self.lengths is None else self.lengths
+        return [0, *accumulate(q for q, _ in lengths)], [0, *accumulate(k for _, k in lengths)]
+
+    @property
+    def empty_rows(self) -> list[int]:
+        """Query rows (of every batch element) that see no key: the leading ones of each sequence."""
+        right = 0 if self.causal else self.window[1]
+        rows = []
+        for q0, q1, k0, k1 in zip(*(each for bounds in self.bounds for each in (bounds, bounds[1:]))):
+            hidden = q1 - q0 if k0 == k1 else max(0, (q1 - q0) - (k1 - k0) - right) if right >= 0 else 0
+            rows += range(q0, min(q1, q0 + hidden))
+        return rows
 
     def __str__(self) -> str:
         """What differs from the defaults, for test names; pytest's -k takes colons."""
-        return "-".join(f"{f.name}:{getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default)
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        if self.lengths is not None and len(self.lengths) > 8:
+            given["lengths"] = f"{len(self.lengths)} sequences"
+        return "-".join(f"{name}:{value}" for name, value in given.items())
 
     def inputs(self, seed: int, layout: Callable = contiguous, only: tuple[str, ...] = ("q", "k", "v", "dout")) -> "Inputs":
-        """Random tensors on the GPU; `layout` is for those named in `only`."""
-        generator = torch.Generator("cuda").manual_seed(seed)
+        """Random tensors; `layout` is for those named in `only`. What must not be read holds NaN."""
+        return self.inputs_laid_out(seed, dict.fromkeys(only, layout))
 
-        def randn(*shape):
-            return torch.randn(*shape, generator=generator, device="cuda").to(getattr(torch, self.dtype))
+    def inputs_laid_out(self, seed: int, layouts: Mapping[str, Callable]) -> "Inputs":
+        """`inputs` with a layout for each tensor."""
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        dtype = getattr(torch, self.dtype)
 
-        x = {name: (layout if name in only else contiguous)(randn, shape) for name, shape in self.shapes.items()}
-        x["q"] = x["q"].mul_(self.factor) if self.factor != 1 else x["q"]
-        dlse = torch.randn(self.batch, self.heads, self.seqlen_q, generator=generator, device="cuda") if self.dlse else None
-        if self.empty_rows:  # whatever arrives at rows that see no key must not be read
-            x["dout"] = x["dout"].clone()
-            x["dout"][:, : self.empty_rows] = float("nan")
-            if dlse is not None:
-                dlse[..., : self.empty_rows] = float("nan")
-        return Inputs(**x, dlse=dlse, scale=self.scale, causal=self.causal)
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator, device=DEVICE)
+
+        def tensor(name, shape):
+            factor = self.factor if name == "q" else float(self.dout) if name == "dout" else 1.0
+            shape_4d = shape if len(shape) == 4 else (1, *shape)
+            whole = layouts.get(name, contiguous)(lambda *shape: (factor * normal(*shape)).to(dtype), shape_4d)
+            return whole if len(shape) == 4 else whole[0]
+
+        x = {name: tensor(name, shape) for name, shape in self.shapes.items()}
+        *first, seqlen_q, heads, _ = x["q"].shape
+        x["dlse"] = normal(*first, heads, seqlen_q) if self.dlse else None
+        x["sinks"] = None if self.sinks is None else 2 * normal(heads)
+        if self.sinks == "absent":
+            x["sinks"][::2] = float("-inf")
+        elif self.sinks == "same":
+            x["sinks"] = x["sinks"].to(dtype)
+        if self.lengths is not None:
+            bounds = (torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in self.bounds)
+            x["cu_seqlens_q"], x["cu_seqlens_k"] = bounds
+        return self._with_nan_where_nothing_reads(Inputs(**x, scale=self.scale, causal=self.causal, window=self.window,
+                                                         softcap=self.softcap, deterministic=self.deterministic))
+
+    def _with_nan_where_nothing_reads(self, x: "Inputs") -> "Inputs":
+        """dout and dlse of rows that see no key; every tensor behind the last sequence."""
+        def fill(tensor, dim, rows):
+            tensor = tensor.clone() if 0 in tensor.stride() else tensor  # elements that share memory would all get it
+            return tensor.index_fill_(dim, torch.tensor(rows, device=DEVICE, dtype=torch.int64), float("nan"))
+
+        behind = {name: list(range(self.shapes[name][0] - self.tail, self.shapes[name][0])) for name in self.shapes}
+        for name in ("q", "k", "v"):
+            if self.tail:
+                setattr(x, name, fill(getattr(x, name), 0, behind[name]))
+        unread = self.empty_rows + (behind["dout"] if self.tail else [])
+        if unread:
+            x.dout = fill(x.dout, -3, unread)
+        if unread and x.dlse is not None:
+            hidden = torch.zeros(x.dlse.shape[-2:], device=DEVICE, dtype=torch.bool)
+            # Where a head has a sink, dlse of its empty rows is the sink's gradient.
+            hidden[:, self.empty_rows] = True if x.sinks is None else torch.isinf(x.sinks)[:, None]
+            hidden[:, behind["dout"] if self.tail else []] = True
+            x.dlse = x.dlse.masked_fill(hidden, float("nan"))
+        return x
 
 
 @dataclass
 class Inputs:
-    """One call: q, k, v, dout [batch, seqlen, heads, head_dim], dlse [batch, heads, seqlen_q] or None."""
+    """One call: q, k, v, dout [batch, seqlen, heads, head_dim], dlse [batch, heads, seqlen_q]; packed ones have no batch."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -139,6 +202,34 @@ class Inputs:
     dlse: torch.Tensor | None = None
     scale: float | None = None
     causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    deterministic: bool = False
+
+    @property
+    def options(self) -> dict:
+        """What forward, backward and reference share, by the names of the reference."""
+        names = ("scale", "causal", "window", "softcap", "sinks", "cu_seqlens_q", "cu_seqlens_k")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def arguments(self) -> dict:
+        """The same as the ops name them."""
+        options = self.options
+        left, right = options.pop("window")
+        return options | {"window_left": left, "window_right": right}
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse, by the op."""
+        return torch.ops.gqa_attn.fwd(self.q, self.k, self.v, **self.arguments)
+
+    def backward(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """dq, dk, dv and dsinks, by the op."""
+        return torch.ops.gqa_attn.bwd(self.dout, self.q, self.k, self.v, out, lse, self.dlse, **self.arguments,
+                                      deterministic=self.deterministic)
 
 
 def correctness_problems() -> list[Problem]:

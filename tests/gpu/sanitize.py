@@ -1,19 +1,31 @@
 """One small odd shape per kernel family, forward and backward, for compute-sanitizer; run.py --sanitizer runs it."""
+from itertools import product
+
 import gqa_attn  # noqa: F401  registers the ops
 import torch
-from problems import DTYPES, TUNED, Problem
+from problems import DTYPES, TUNED, Inputs, Problem
+
+# Several query and kv tiles, none of them full, with rows that see no key where causal; packed: empty sequences and a tail.
+DENSE = dict(seqlen_q=137, seqlen_k=133)
+PACKED = dict(lengths=((70, 66), (0, 5), (3, 0), (137, 133)), tail=3)
+MASKS = [{}, {"causal": True}, {"window": (40, 9), "softcap": 20.0, "sinks": "float32"}]
+
+
+def step(x: Inputs) -> None:
+    x.backward(*x.forward())
+    torch.cuda.synchronize()
 
 
 def main() -> None:
-    for dims in TUNED:
-        for dtype in DTYPES:
-            for causal in (False, True):
-                # Several query and kv tiles, none of them full, with rows that see no key where causal.
-                x = Problem(*dims, 137, 133, causal, dtype, batch=1, heads=4, kv_heads=1, dlse=True).inputs(0)
-                out, lse = torch.ops.gqa_attn.fwd(x.q, x.k, x.v, None, causal)
-                torch.ops.gqa_attn.bwd(x.dout, x.q, x.k, x.v, out, lse, x.dlse, None, causal)
-                torch.cuda.synchronize()
-                print(dims, dtype, "causal" if causal else "full", flush=True)
+    for i, (dims, shape, mask, deterministic) in enumerate(product(TUNED, (DENSE, PACKED), MASKS, (False, True))):
+        problem = Problem(*dims, dtype=DTYPES[i // 2 % 2], batch=1, heads=4, kv_heads=1, dlse=True, deterministic=deterministic,
+                          **shape, **mask)
+        x = problem.inputs(0)
+        step(x)
+        if problem.lengths is not None:  # out of order and out of range
+            x.cu_seqlens_q.copy_(torch.tensor([-9, 300, 40, 2**31 - 1, 100]))
+            step(x)
+        print(problem, flush=True)
 
 
 if __name__ == "__main__":

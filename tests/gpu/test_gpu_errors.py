@@ -34,7 +34,8 @@ def cuda(*shape, dtype=torch.bfloat16):
 
 B91 = {
     "v with 31 keys": ({"v": (2, 31, 2, 64)}, ValueError, "v must", "[2, 32, 2, 64]", "[2, 31, 2, 64]"),
-    "k of another batch": ({"k": (1, 32, 2, 64), "v": (1, 32, 2, 64)}, ValueError, "k must", "[2, 32, 4, 64]", "[1, 32, 2, 64]"),
+    "k of another batch": ({"k": (1, 32, 2, 64), "v": (1, 32, 2, 64)}, ValueError, "k must", "[2, 32, 4, 64]",
+                           "[1, 32, 2, 64]"),
     "q of rank 3": ({"q": (32, 4, 64)}, ValueError, "q must", "[32, 4, 64]"),
     "v with fewer heads": ({"k": (2, 32, 4, 64)}, ValueError, "v must", "[2, 32, 4, 64]", "[2, 32, 2, 64]"),
     "k of another head dim": ({"k": (2, 32, 2, 128)}, ValueError, "k must", "[2, 32, 4, 64]", "[2, 32, 2, 128]"),
@@ -103,41 +104,23 @@ def test_B87_backward_messages():
         torch.ops.gqa_attn.bwd(**given | {"q": given["q"].cpu()})
 
 
-OPTIONS = {
-    "window": {"window_left": 5},
-    "softcap": {"softcap": 30.0},
-    "sinks": {"sinks": torch.zeros(4)},
-    "deterministic": {"deterministic": True},
+WRONG_OPTIONS = {
+    "window of -2": ({"window_left": -2}, ValueError, "window sizes must be", "(-2, -1)"),
+    "negative softcap": ({"softcap": -1.0}, ValueError, "softcap must be", "-1"),
+    "sinks per kv head": ({"sinks": torch.zeros(2)}, ValueError, "sinks must have shape [Hq] = [4]", "[2]"),
+    "sinks of another dtype": ({"sinks": torch.zeros(4).half()}, TypeError, "sinks must be float32", "float16"),
+    "cu_seqlens with a batch": ({"cu_seqlens_q": torch.zeros(2).int(), "cu_seqlens_k": torch.zeros(2).int()}, ValueError,
+                                "q must have shape [Tq, Hq, D]"),
+    "one cu_seqlens": ({"cu_seqlens_q": torch.zeros(2).int()}, ValueError, "both or neither"),
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_an_option_without_kernels_is_named(option):
-    arguments = {name: value.cuda() if torch.is_tensor(value) else value for name, value in OPTIONS[option].items()}
-    assert_refused(torch.ops.gqa_attn.bwd, _rules.check_backward, backward_inputs() | arguments, NotImplementedError, option)
-    if option != "deterministic":  # an argument of the backward only
-        assert_refused(torch.ops.gqa_attn.fwd, _rules.check_forward, inputs() | arguments, NotImplementedError, option)
-
-
-def test_an_option_without_kernels_is_refused_by_the_python_front():
-    given = inputs()
-    for options in ({"window": (5, 0)}, {"softcap": 30.0}, {"sinks": torch.zeros(4, device="cuda")}):
-        with pytest.raises(NotImplementedError, match=next(iter(options))):
-            gqa_attn.attention(**given, **options)
-
-
-def test_packed_sequences_are_refused():
-    q, k, v = (cuda(40, heads, 64) for heads in (4, 2, 2))
-    bounds = torch.tensor([0, 15, 40], device="cuda", dtype=torch.int32)
-    arguments = {"q": q, "k": k, "v": v, "cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
-    assert_refused(torch.ops.gqa_attn.fwd, _rules.check_forward, arguments, NotImplementedError, "cu_seqlens")
-    with pytest.raises(NotImplementedError, match="cu_seqlens"):
-        gqa_attn.attention_varlen(q, k, v, bounds, bounds)
-
-
-def test_several_missing_options_are_listed_together():
-    arguments = inputs() | {"window_left": 5, "softcap": 30.0}
-    assert_refused(torch.ops.gqa_attn.fwd, _rules.check_forward, arguments, NotImplementedError, "window, softcap")
+@pytest.mark.parametrize("name", WRONG_OPTIONS)
+def test_wrong_options(name):
+    options, kind, *said = WRONG_OPTIONS[name]
+    options = {key: value.cuda() if torch.is_tensor(value) else value for key, value in options.items()}
+    assert_refused(torch.ops.gqa_attn.fwd, _rules.check_forward, inputs() | options, kind, *said)
+    assert_refused(torch.ops.gqa_attn.bwd, _rules.check_backward, backward_inputs() | options, kind, *said)
 
 
 def test_the_fake_kernels_refuse_the_same():
@@ -147,8 +130,8 @@ def test_the_fake_kernels_refuse_the_same():
         q, k = (torch.empty(2, 32, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2))
         with pytest.raises(ValueError, match="v must"):
             torch.ops.gqa_attn.fwd(q, k, k[:, :31])
-        with pytest.raises(NotImplementedError, match="softcap"):
-            torch.ops.gqa_attn.fwd(q, k, k, softcap=30.0)
+        with pytest.raises(ValueError, match="softcap"):
+            torch.ops.gqa_attn.fwd(q, k, k, softcap=-1.0)
 
 
 def test_an_error_leaves_the_gpu_usable():

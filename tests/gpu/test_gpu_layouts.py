@@ -1,22 +1,16 @@
-"""Strides, offsets and hidden copies: values equal to those of contiguous copies, with the memory and kernels that they take."""
+"""Strides, offsets and hidden copies: values equal to those of contiguous copies, with the memory and kernels they take."""
+from dataclasses import replace
+
 import pytest
 import torch
-from calls import assert_same, check, forward, run
+from calls import assert_same, check, forward, peak_bytes, run
 from problems import LAYOUTS, TUNED, Inputs, Problem, column_slice, contiguous, heads_first, seqlen_first
 from reference import Results
 from torch.profiler import ProfilerActivity, profile
 
 
 def contiguous_copy(x: Inputs) -> Inputs:
-    return Inputs(*(t.contiguous().clone() for t in (x.q, x.k, x.v, x.dout)), x.dlse, x.scale, x.causal)
-
-
-def peak_bytes(call) -> int:
-    """Memory that a call takes at its peak, its results included, over what was there before it."""
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    return torch.cuda.max_memory_allocated() - before
+    return replace(x, **{name: getattr(x, name).contiguous().clone() for name in ("q", "k", "v", "dout")})
 
 
 def kernel_names(call) -> list[str]:

@@ -1,6 +1,7 @@
 """How the ops live with the rest of PyTorch on a GPU: streams, devices, graphs, autograd, autocast, compile."""
 import dataclasses
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gqa_attn
@@ -64,6 +65,20 @@ def test_the_device_of_the_inputs_need_not_be_current(seed):
     assert all(t.device == torch.device("cuda:1") for t in got)
     check(away, got)
     assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_thread_may_call_nothing_else(phase, seed):
+    """Its memory comes from the cache, so CUDA has given the thread no context before the kernels ask for tensor maps."""
+    x = Problem(64, seqlen_q=120, batch=1).inputs(seed)
+    everything = run(x)
+    calls = {"forward": lambda: torch.ops.gqa_attn.fwd(x.q, x.k, x.v),
+             "backward": lambda: torch.ops.gqa_attn.bwd(x.dout, x.q, x.k, x.v, everything.out, everything.lse)[:3]}
+    for _ in range(2):
+        calls[phase]()  # leaves memory of the right sizes in the cache
+    with ThreadPoolExecutor(1) as thread:
+        got = thread.submit(calls[phase]).result()
+    check(x, Results(*got) if phase == "forward" else everything._replace(dq=got[0], dk=got[1], dv=got[2]))
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["after warm-ups", "with no warm-up"])
@@ -195,7 +210,8 @@ def test_out_of_memory_has_its_type():
         gqa_attn.attention(q, q, q)
 
 
-@pytest.mark.parametrize("head_dim, head_dim_v, causal", [(192, 128, False), (128, 128, True), (128, 128, False), (64, 64, True)])
+@pytest.mark.parametrize("head_dim, head_dim_v, causal", [(192, 128, False), (128, 128, True), (128, 128, False),
+                                                          (64, 64, True)])
 def test_many_blocks_add_to_dq_beside_other_work(head_dim, head_dim_v, causal, seed):
     """Blocks store and add dQ tiles in any order: over many runs on a busy GPU only the rounding of float32 sums may change."""
     x = Problem(head_dim, head_dim_v, seqlen_q=1024, batch=4, heads=16, kv_heads=2, causal=causal).inputs(seed)

@@ -52,8 +52,10 @@ def test_B14_group_mapping(heads, kv_heads, seed):
     group = heads // kv_heads
     expanded = run(Inputs(x.q, x.k.repeat_interleave(group, 2), x.v.repeat_interleave(group, 2), x.dout, causal=True))
     for name in ("dk", "dv"):
-        summed = getattr(expanded, name).double().unflatten(2, (kv_heads, group)).sum(3)
-        assert (getattr(got, name).double() - summed).abs().max() <= 2e-3 * summed.abs().max(), name
+        parts = getattr(expanded, name).double().unflatten(2, (kv_heads, group))
+        summed = parts.sum(3)
+        roundings = torch.finfo(torch.float16).eps * (parts.abs().sum(3) + summed.abs())  # of each part, and of the sum
+        assert ((getattr(got, name).double() - summed).abs() <= roundings + 1e-6).all(), name
 
 
 @pytest.mark.parametrize("dims", [(72, 64), (40, 40), (129, 128)], ids=str)
@@ -125,7 +127,7 @@ def test_B67_lse_is_a_natural_logarithm_that_merges(dims, seed):
 @pytest.mark.parametrize("dims", TUNED, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_backward_of_a_part_of_the_keys(dims, dtype, seed):
-    """Ring attention gives the out and lse of all keys with some keys: the parts' dq sum up, dk and dv are those of the keys."""
+    """Ring attention gives out and lse of all keys with some keys: the parts' dq sum up, dk and dv are those of the keys."""
     x = Problem(*dims, 190, 300, dtype=dtype, dlse=True).inputs(seed)
     out, lse = forward(x)
     parts = [backward(Inputs(x.q, x.k[:, at], x.v[:, at], x.dout, x.dlse), out, lse) for at in (slice(0, 130), slice(130, 300))]
