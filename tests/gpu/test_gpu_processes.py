@@ -72,6 +72,7 @@ import torch
 from torch.multiprocessing import start_processes
 
 seed = int(sys.argv[1])
+torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
 
 
 def attend(seed):
