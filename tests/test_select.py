@@ -106,9 +106,12 @@ def test_refusal_lists_required_supported_missing():
         _C.select("forward", **PROBLEM | dict(head_dim=264))
 
 
-@pytest.mark.parametrize("change", [dict(kv_heads=0), dict(kv_heads=5), dict(batch=-1), dict(head_dim=-8)])
+@pytest.mark.parametrize("change", [
+    dict(kv_heads=0), dict(kv_heads=5), dict(batch=-1), dict(head_dim=-8), dict(batch=1, sequences=-1), dict(num_sms=0),
+    dict(window_left=-2),
+], ids=str)
 def test_impossible_sizes(change):
-    with pytest.raises(ValueError, match="sizes must be >= 0 and heads a multiple of kv_heads"):
+    with pytest.raises(ValueError, match="sizes must be >= 0, windows >= -1, num_sms >= 1 and heads a multiple of kv_heads"):
         _C.select("backward", **PROBLEM | change)
 
 

@@ -37,8 +37,7 @@ def attention(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0
         window: (left, right), keys seen before and behind the diagonal, -1 for no limit.
         softcap: c > 0 turns a scaled score s into c * tanh(s / c).
         sinks: [Hq], float32 or the dtype of q: one more logit per head in the denominator of the softmax, with no value.
-        deterministic: bitwise equal gradients from run to run; None follows torch.use_deterministic_algorithms, unless that
-            only warns.
+        deterministic: bitwise equal gradients from run to run; None follows torch.use_deterministic_algorithms.
         return_lse: also return lse, which is differentiable too.
 
     Returns:
