@@ -1,4 +1,4 @@
-"""Builds libgqa_attn.so and gqa_attn._C with ninja, in build/native: setup.py's and `python setup.py build_ext --inplace`'s way.
+"""Builds libgqa_attn.so and gqa_attn._C with ninja, in build/native: what setup.py and its build_ext --inplace call.
 
 Objects, dependencies and ptxas's report of each kernel (<kernel>.ptxas.log) stay there, so that only what changed is rebuilt.
 """
@@ -41,7 +41,7 @@ def build(destination):
 def generate():
     """Runs `python -m codegen` unless csrc/generated is what it would write, by a fingerprint kept there.
 
-    Codegen takes seconds per kernel. An sdist carries csrc/generated with that fingerprint: a wheel made from it lowers nothing.
+    Codegen takes seconds per kernel. An sdist carries csrc/generated with that fingerprint: a wheel from it lowers nothing.
     """
     if is_generated():
         return

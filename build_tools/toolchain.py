@@ -60,8 +60,8 @@ def find_cuda():
     else:
         nvcc = _pip_nvcc()
     if nvcc is None or not nvcc.exists():
-        raise SystemExit(f"no nvcc {f'in CUDA_HOME={home}' if home else 'on PATH or from pip'}; in the folder of pyproject.toml, "
-                         "run: pip install --group toolchain")
+        where = f"in CUDA_HOME={home}" if home else "on PATH or from pip"
+        raise SystemExit(f"no nvcc {where}; in the folder of pyproject.toml, run: pip install --group toolchain")
     # nvcc may be a wrapper elsewhere: only nvcc itself knows its toolkit.
     dryrun = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=True).stderr
     top = Path(re.search(r"^#\$ TOP=(.*)$", dryrun, re.M)[1]).resolve()

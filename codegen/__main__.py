@@ -24,7 +24,8 @@ def generate():
     wanted = os.environ.get("GQA_ATTN_KERNELS", "")
     specs = [spec for spec in KERNELS if wanted in spec.name]
     if not specs:
-        raise SystemExit(f"GQA_ATTN_KERNELS={wanted}: no kernel's name contains it; names: {', '.join(k.name for k in KERNELS)}")
+        names = ", ".join(kernel.name for kernel in KERNELS)
+        raise SystemExit(f"GQA_ATTN_KERNELS={wanted}: no kernel's name contains it; names: {names}")
     with ProcessPoolExecutor(jobs()) as pool:
         kernels = list(zip(specs, pool.map(lower_kernel, specs)))
     files = {f"{spec.name}.cu": emit.cuda_file(spec, lowered, family(spec).INCLUDES) for spec, lowered in kernels}

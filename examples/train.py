@@ -2,8 +2,8 @@
 
     python examples/train.py
 
-Bytes are the tokens. Every attention call goes through torch.ops.gqa_attn: compiled kernels on a Hopper GPU (bfloat16), the CPU
-path elsewhere (float32). Then the first steps are run again, from the same start on the same data, with PyTorch's own attention:
+Bytes are the tokens. Every attention call goes through torch.ops.gqa_attn: compiled kernels on a Hopper GPU (bfloat16), the
+CPU path elsewhere (float32). Then the first steps are run again, from the same start on the same data, with PyTorch's own attention:
 exits with 1 unless the losses agree.
 """
 import argparse
@@ -43,7 +43,8 @@ class Config:
         return self.heads * self.head_dim
 
 
-CPU = Config(layers=4, heads=8, kv_heads=2, head_dim=32, seqlen=128, batch=8, steps=150, dtype=torch.float32, learning_rate=1e-3)
+CPU = Config(layers=4, heads=8, kv_heads=2, head_dim=32, seqlen=128, batch=8, steps=150, dtype=torch.float32,
+             learning_rate=1e-3)
 GPU = Config(layers=8, heads=8, kv_heads=2, head_dim=128, seqlen=2048, batch=16, steps=300, dtype=torch.bfloat16,
              learning_rate=3e-4)
 

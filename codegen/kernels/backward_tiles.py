@@ -95,9 +95,12 @@ def tile_macros(spec):
 
 
 def program(spec, allocate, issue_scores, step, add_tile):
-    """The prim_func. allocate() makes a block's shared memory, fragments and barriers; issue_scores(t, count, more) and step(...)
-    are the compute warpgroups' macros for the products that start a query tile and for the tile itself, add_tile(...) is what a
-    dQ thread does for it."""
+    """The prim_func.
+
+    allocate() makes a block's shared memory, fragments and barriers; issue_scores(t, count, more) and step(...) are the compute
+    warpgroups' macros for the products that start a query tile and for the tile itself, add_tile(...) is what a dQ thread does
+    for it.
+    """
     BM, BN, D, DV = spec.block_kv, spec.block_q, spec.head_dim, spec.head_dim_v
     SQ = spec.stages_q
     dtype, f32 = spec.dtype, T.float32

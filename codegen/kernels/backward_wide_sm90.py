@@ -1,8 +1,8 @@
 """Backward for Hopper, head dims 192 and 256: a 64-row kv tile whose dK and dV columns are shared out to two warpgroups.
 
 dK and dV of 128 kv rows would not fit in the registers, so a block owns 64 rows, each warpgroup has half of the columns of
-every product, and P and dS pass through shared memory. dQ is added to the zeroed workspace straight from registers. Otherwise as
-backward_sm90.
+every product, and P and dS pass through shared memory. dQ is added to the zeroed workspace straight from registers. Otherwise
+as backward_sm90.
 """
 
 from types import SimpleNamespace

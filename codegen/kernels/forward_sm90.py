@@ -4,7 +4,8 @@ A block walks work items (head row, query tile) in the order of csrc/device/forw
 and goes over the kv tiles from right to left, so that only the first tiles need a mask; S of the next tile is issued
 together with P V of the last one, and softmax runs while another warpgroup has the tensor cores.
 With d = i + seqlen_k - seqlen_q, query row i sees the keys up to d when causal; the general kernel's rows those from
-d - window_left to d + window_right, in a batch or in packed sequences, with or without a softcap. No kernel gets a row that sees no key.
+d - window_left to d + window_right, in a batch or in packed sequences, with or without a softcap. No kernel gets a row that
+sees no key.
 """
 
 from types import SimpleNamespace
@@ -93,7 +94,7 @@ def build(spec):
                 t.s[i, j] = T.if_then_else(first_key + j < keys, t.s[i, j], -T.infinity(f32))
 
     def crosses_window(first_key, diagonal, window_left, window_right):
-        """Whether a tile holds a key that some row of the query tile does not see. (Only the first tile reaches past the last key.)"""
+        """Whether a tile holds a key that some row of the query tile does not see. (Only the first tile reaches past all keys.)"""
         return (first_key + BN - 1 > diagonal + window_right) | (first_key < diagonal + BM - 1 - window_left)
 
     @T.macro
@@ -340,8 +341,8 @@ def build(spec):
                         if general:
                             T.call_extern(
                                 "handle", f"{DEV}put_item<{BM}, {BN}>", T.address_of(item_s[slot(turn, ITEMS), 0]), index,
-                                head_rows, heads, group, section, together_keys, seqlen_q, seqlen_k, window_left, window_right, sequences,
-                                begins_q.data, ends_q.data, begins_k.data, ends_k.data, plan.data,
+                                head_rows, heads, group, section, together_keys, seqlen_q, seqlen_k, window_left, window_right,
+                                sequences, begins_q.data, ends_q.data, begins_k.data, ends_k.data, plan.data,
                             )
                             tile = item(item_s, turn, "tile")
                             b = item(item_s, turn, "b")

@@ -86,7 +86,7 @@ def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_k
 
 
 class _Tiles(NamedTuple):
-    """Which tiles of the score matrix hold a visible pair: row i sees keys i + off - left ... i + off + right, off = Sk - Sq."""
+    """Which tiles of the score matrix hold a visible pair: row i sees keys i + off - left to i + off + right, off = Sk - Sq."""
 
     seqlen_q: int
     seqlen_k: int
