@@ -12,7 +12,7 @@ import gqa_attn
 import pytest
 import torch
 from cpu import bwd, fwd, int32, random_inputs
-from reference import Results, assert_matches
+from reference import Results, assert_matches, reference
 from test_ops import LAYOUTS, SIZES, laid_out, metadata
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -50,6 +50,32 @@ def test_one_graph_for_every_length(options):
         assert_matches(step(compiled, x, **options), *x, **{n: o for n, o in options.items() if n != "deterministic"})
         graphs.add(counter.frame_count)
     assert len(graphs) == 1  # where floats are given, torch's first compilation starts a second time
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_where_nothing_is_recorded(deterministic):
+    """One compiled function, first for training and then for evaluation."""
+    x = random_inputs(2, 20, 25, 4, 2, 8)
+    compiled = torch.compile(gqa_attn.attention, fullgraph=True, backend="aot_eager")
+    assert_matches(step(compiled, x, deterministic=deterministic), *x)
+    assert_matches(Results(compiled(*x[:3], deterministic=deterministic)), *x[:3])
+    with torch.no_grad():
+        leaves = [t.detach().requires_grad_() for t in x[:3]]
+        assert_matches(Results(compiled(*leaves, deterministic=deterministic)), *x[:3])
+
+
+def test_deterministic_with_a_tensor_that_is_given_twice():
+    cu_seqlens = int32(0, 9, 20)
+    x = random_inputs(None, 20, 20, 4, 2, 8)
+    compiled = torch.compile(gqa_attn.attention_varlen, fullgraph=True, backend="aot_eager")
+    assert_matches(step(compiled, x, cu_seqlens_q=cu_seqlens, deterministic=True), *x, cu_seqlens_q=cu_seqlens,
+                   cu_seqlens_k=cu_seqlens)
+    y = random_inputs(2, 20, 25, 4, 4, 8)
+    q, k = (t.detach().requires_grad_() for t in y[:2])
+    out = torch.compile(gqa_attn.attention, fullgraph=True, backend="aot_eager")(q, k, k, deterministic=True)
+    dq, dk = torch.autograd.grad(out, (q, k), y.dout)
+    expected = reference(y.q, y.k, y.k, y.dout)
+    torch.testing.assert_close((dq.double(), dk.double()), (expected.dq, expected.dk + expected.dv), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("how", ["cu_seqlens_q alone", "the same tensor twice", "two tensors"])

@@ -121,8 +121,20 @@ def forward(*args):
     """fwd(*args[:-1]); the last argument is `deterministic` for its derivative, or None."""
     *of_op, deterministic = args
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return fwd(*of_op) if deterministic is None else GqaAttention.apply(*args)
+        if deterministic is None or torch.compiler.is_compiling() and not _records(of_op):  # which Dynamo cannot trace
+            return fwd(*of_op)
+        return GqaAttention.apply(*_distinct(args))
     return _apply(GqaAttention, *of_op, deterministic_by_default() if deterministic is None else deterministic)
+
+
+def _records(args: list) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+
+
+def _distinct(args: tuple) -> list:
+    """args with a view for a tensor that stands there twice, as cu_seqlens may: Dynamo takes each only once."""
+    return [arg.view_as(arg) if isinstance(arg, Tensor) and any(arg is other for other in args[:i]) else arg
+            for i, arg in enumerate(args)]
 
 
 def backward(*args):
