@@ -38,6 +38,13 @@ class Kernel:
     dq_by_rows: bool = False     # warpgroups split dQ by rows, not by columns
 
     @property
+    def accumulated_tiles(self):
+        """(rows, head dim) of the float32 tiles that a backward kernel leaves: of dQ, and of dK and dV in parts."""
+        if self.phase != "backward":
+            return ()
+        return (self.block_q, self.head_dim), (self.block_kv, self.head_dim), (self.block_kv, self.head_dim_v)
+
+    @property
     def name(self):
         dims = "x".join(str(d) for d in (self.head_dim, self.head_dim_v) if d)
         rows = f"r{self.block_q}" if self.phase == "backward_finish" else ""
@@ -106,17 +113,8 @@ def _backward_helpers():
     for dtype in DTYPES:
         for head_dim_v in (64, 128, 256):
             yield Kernel("prepare_sm90", "backward_prepare", dtype, head_dim_v=head_dim_v, softcap=True, block_q=64)
-        for rows, head_dim in sorted(set(_accumulated_tiles())):
+        for rows, head_dim in sorted({tile for kernel in _main_kernels() for tile in kernel.accumulated_tiles}):
             yield Kernel("finish_sm90", "backward_finish", dtype, head_dim=head_dim, softcap=True, block_q=rows, threads=256)
-
-
-def _accumulated_tiles():
-    """(rows, head dim) of the float32 tiles that backward kernels leave: of dQ, and of dK and dV in parts."""
-    for kernel in _main_kernels():
-        if kernel.phase == "backward":
-            yield kernel.block_q, kernel.head_dim
-            yield kernel.block_kv, kernel.head_dim
-            yield kernel.block_kv, kernel.head_dim_v
 
 
 KERNELS = (*_main_kernels(), *_backward_helpers())

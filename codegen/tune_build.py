@@ -77,11 +77,10 @@ def _helpers(kernel):
     rows = [row for row in KERNELS if row.dtype == kernel.dtype]
     forward = Target("forward", kernel.head_dim, kernel.head_dim_v, "general")
     finish = next(row for row in rows if row.phase == "backward_finish")
-    accumulated = ((kernel.block_q, kernel.head_dim), (kernel.block_kv, kernel.head_dim), (kernel.block_kv, kernel.head_dim_v))
     return [
         next(row for row in rows if target_of(row) == forward),
         next(row for row in rows if row.phase == "backward_prepare" and row.head_dim_v >= kernel.head_dim_v),
-        *(replace(finish, block_q=tile_rows, head_dim=head_dim) for tile_rows, head_dim in accumulated),
+        *(replace(finish, block_q=tile_rows, head_dim=head_dim) for tile_rows, head_dim in kernel.accumulated_tiles),
     ]
 
 

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from . import _library, _rules
 from ._attention import autocast, window_sizes
-from ._ops import deterministic_by_default
 
 # What is assumed where the tensors are not on a GPU that can be asked (an H100 or H200).
 ASSUMED_ARCH, ASSUMED_SMS = 90, 132
@@ -77,7 +76,7 @@ def explain(
     if cu_seqlens_q is not None and cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     if deterministic is None:
-        deterministic = deterministic_by_default()
+        deterministic = torch.are_deterministic_algorithms_enabled()
     left, right = window_sizes(window)
     q, k, v, sinks = autocast(q, k, v, sinks)
     _rules.check_forward(q, k, v, scale, causal, left, right, softcap, sinks, cu_seqlens_q, cu_seqlens_k)
@@ -86,11 +85,13 @@ def explain(
         path = "the CPU path, tile by tile in plain torch" if on_cpu else "none: kernels are for CUDA and the CPU"
         return Explanation(str(q.device), path, path)
 
-    device = torch.device("cuda") if q.device.type == "meta" else q.device
-    _rules.check_forward(
-        *(_on(device, x) for x in (q, k, v)), scale, causal, left, right, softcap,
-        *(_on(device, x) for x in (sinks, cu_seqlens_q, cu_seqlens_k)),
-    )
+    device = q.device
+    if device.type == "meta":  # stands for CUDA, which takes fewer dtypes
+        device = torch.device("cuda")
+        _rules.check_forward(
+            *(_on(device, x) for x in (q, k, v)), scale, causal, left, right, softcap,
+            *(_on(device, x) for x in (sinks, cu_seqlens_q, cu_seqlens_k)),
+        )
     if q.numel() == 0 or k.numel() == 0:
         nothing = "none: without queries or without keys, results are only filled"
         return Explanation(_name_of(device), nothing, nothing)

@@ -46,10 +46,6 @@ def call(op: Callable, check: Callable, *args):
         raise
 
 
-def deterministic_by_default() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
-
-
 @torch.library.register_fake("gqa_attn::fwd")
 def _(q, k, v, scale=None, causal=False, window_left=-1, window_right=-1, softcap=0.0, sinks=None, cu_seqlens_q=None,
       cu_seqlens_k=None):
@@ -120,14 +116,16 @@ class GqaAttentionGradient(Function):
 def forward(*args):
     """fwd(*args[:-1]); the last argument is `deterministic` for its derivative, or None."""
     *of_op, deterministic = args
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        if deterministic is None or torch.compiler.is_compiling() and not _records(of_op):  # which Dynamo cannot trace
+    compiling = torch.compiler.is_compiling()
+    if compiling or torch._C._are_functorch_transforms_active():
+        if deterministic is None or compiling and not _records(of_op):
             return fwd(*of_op)
         return GqaAttention.apply(*_distinct(args))
-    return _apply(GqaAttention, *of_op, deterministic_by_default() if deterministic is None else deterministic)
+    return _apply(GqaAttention, *of_op, torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic)
 
 
 def _records(args: list) -> bool:
+    """What _apply asks, in words that Dynamo traces; a Function that records nothing it does not."""
     return torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
 
 
@@ -176,7 +174,7 @@ def _below_autograd(op: OpOverload, args: tuple) -> tuple[Tensor, ...]:
 def _autograd_of_fwd(q, k, v, scale=None, causal=False, window_left=-1, window_right=-1, softcap=0.0, sinks=None,
                      cu_seqlens_q=None, cu_seqlens_k=None):
     return _apply_in_dispatcher(GqaAttention, q, k, v, scale, causal, window_left, window_right, softcap, sinks, cu_seqlens_q,
-                                cu_seqlens_k, deterministic_by_default())
+                                cu_seqlens_k, torch.are_deterministic_algorithms_enabled())
 
 
 def _autograd_of_bwd(*args):

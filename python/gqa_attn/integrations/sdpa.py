@@ -106,7 +106,7 @@ def _gradients(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k
     refuse(dropout_p=dropout_p)
     window = _window(window_size_left, window_size_right)
     args = grad_out, query, key, value, out, logsumexp, None, scale, is_causal, *window, 0.0, None, cum_seq_q, cum_seq_k
-    return _ops.call(_ops.bwd, _rules.check_backward, *args, _ops.deterministic_by_default())[:3]
+    return _ops.call(_ops.bwd, _rules.check_backward, *args, torch.are_deterministic_algorithms_enabled())[:3]
 
 
 def _swap(*tensors: Tensor) -> tuple[Tensor, ...]:
