@@ -19,6 +19,8 @@ from kit import BF16, CASES, F16, facts, median_ms, op_calls, parser_with_common
 
 Timer = Callable[[dict], dict]  # of calls: their times in ms
 MATMUL_SIZE = 8192
+COPY_BYTES = 1 << 30
+SHORT_QUERIES = [(batch, seqlen_q, 16384) for batch in (16, 1) for seqlen_q in (1, 16, 64)]  # and seqlen_k
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,22 @@ def lengths(timer: Timer) -> Iterator[Row]:
         yield from rows(costs(timer, plain(case), others), Bar(high=1.05))
 
 
-COMPARISONS = (window, packed_equal_lengths, packed_mix, deterministic, softcap_and_sinks, dtypes, strided, lengths)
+def short_queries(timer: Timer) -> Iterator[Row]:
+    """Bytes of q, k, v and out per time against a copy's, which moves each byte twice, at 32:8 heads and d128."""
+    for batch, seqlen_q, seqlen_k in SHORT_QUERIES:
+        q, _, _, dout = Case("", batch, seqlen_q, 32, 8, 128, 128, True, BF16).tensors()
+        _, k, v, _ = Case("", batch, seqlen_k, 32, 8, 128, 128, True, BF16).tensors()
+        moved = sum(each.numel() * each.element_size() for each in (q, k, v, dout))
+        source = torch.empty(COPY_BYTES, dtype=torch.int8, device=q.device)
+        ms = timer({"fwd": partial(torch.ops.gqa_attn.fwd, q, k, v, causal=True),
+                    "copy": partial(torch.empty_like(source).copy_, source)})
+        share = moved / ms["fwd"] / (2 * source.numel() / ms["copy"])
+        what = f"share of copy bandwidth, B {batch} Sq {seqlen_q} Sk {seqlen_k} fwd"
+        yield Row(what, share, Bar(low=0.8) if (batch, seqlen_q) == (16, 1) else Bar())
+
+
+COMPARISONS = (window, packed_equal_lengths, packed_mix, deterministic, softcap_and_sinks, dtypes, strided, lengths,
+               short_queries)
 
 
 def measure(timer: Timer) -> tuple[list[Row], list[str]]:

@@ -33,7 +33,9 @@ def generate():
 
 
 def lower_kernel(spec):
-    return lower(family(spec).build(spec), spec.name, f"sm_{spec.arch}a", PASSES)
+    module = family(spec)
+    boxes = module.boxes(spec) if hasattr(module, "boxes") else {}
+    return lower(module.build(spec), spec.name, f"sm_{spec.arch}a", PASSES, boxes)
 
 
 def family(spec):

@@ -7,6 +7,7 @@ def cuda_file(spec, lowered, includes):
     """The kernel and `launch_<name>`, which encodes its tensor maps and enqueues it."""
     maps = "\n".join(_tensor_map(m) for m in lowered.tensor_maps)
     arguments = ", ".join(lowered.arguments)
+    smem = lowered.smem_bytes
     parts = [
         NOTICE,
         "".join(f'#include "{header}"\n' for header in (*includes, "kernel_launch.h")),
@@ -16,9 +17,9 @@ def cuda_file(spec, lowered, includes):
 cudaError_t launch_{spec.name}(const KernelParams& p, cudaStream_t stream) {{
   static std::atomic<uint64_t> devices_done{{0}};
   const auto kernel = reinterpret_cast<const void*>({spec.name});
-  if (cudaError_t error = allow_shared_memory(kernel, {lowered.smem_bytes}, devices_done)) return error;
+  if (cudaError_t error = allow_shared_memory(kernel, {smem}, devices_done)) return error;
 {maps}
-  return launch({spec.name}, static_cast<unsigned>({lowered.grid}), {lowered.threads}, {lowered.smem_bytes}, stream, {arguments});
+  return launch({spec.name}, static_cast<unsigned>({lowered.grid}), {lowered.threads}, {smem}, stream, {arguments});
 }}
 
 }}  // namespace gqa_attn
@@ -37,7 +38,7 @@ def _tensor_map(m):
         f"{m['pointer']},\n"
         f"          {braces(m['dims'], 'cuuint64_t')},\n"
         f"          {braces(m['strides'], 'cuuint64_t')},\n"
-        f"          {{{', '.join(map(str, m['box']))}}}, static_cast<CUtensorMapSwizzle>({m['swizzle']}), "
+        f"          {braces(m['box'], 'cuuint32_t')}, static_cast<CUtensorMapSwizzle>({m['swizzle']}), "
         f"static_cast<CUtensorMapL2promotion>({m['l2_promotion']})}})) return error;"
     )
 

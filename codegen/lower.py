@@ -19,13 +19,16 @@ class Lowered:
     smem_bytes: int
 
 
-def lower(prim_func, name, arch, passes):
-    """Lowers `prim_func` for `arch` ("sm_90a"); the kernel is called `name`."""
+def lower(prim_func, name, arch, passes, boxes):
+    """Lowers `prim_func` for `arch` ("sm_90a"); the kernel is called `name`.
+
+    boxes: {tensor map: {dim: C++ expression}} where the launch decides on the box, of as many elements as the kernel's.
+    """
     target = tvm.target.Target({"kind": "cuda", "arch": arch})
     with target, tvm.transform.PassContext(opt_level=3, config={getattr(k, "value", k): v for k, v in passes.items()}):
         lowered = tilelang.lower(prim_func, target=target, enable_host_codegen=False, enable_device_compile=False)
     (host,) = lowered.host_mod.functions.values()
-    maps = {m["name"]: m for m in (_tensor_map(args) for args in host.attrs.get("tma_descriptor_args", {}).values())}
+    maps = {m["name"]: m for m in (_tensor_map(args, boxes) for args in host.attrs.get("tma_descriptor_args", {}).values())}
     kernel, launch = _launch_call(host)
     (device,) = lowered.device_mod.functions.values()
     arguments, (grid, threads, *rest) = launch[: len(device.params)], launch[len(device.params) :]
@@ -59,7 +62,7 @@ def _launch_call(host):
     return str(name.value), arguments
 
 
-def _tensor_map(args):
+def _tensor_map(args, boxes):
     """The parts of a __tvm_tensormap_create_tiled call (TileLang, src/op/copy.cc: TMADesc)."""
     _, name, element, rank, pointer, *rest = args
     rank = int(rank)
@@ -75,7 +78,7 @@ def _tensor_map(args):
         "element": int(element),
         "dims": tuple(_expression(d) for d in dims),
         "strides": tuple(_expression(s) for s in strides[1:]),  # bytes; the innermost is the element
-        "box": tuple(int(b) for b in box),
+        "box": tuple(boxes.get(str(name.name), {}).get(dim, str(int(b))) for dim, b in enumerate(box)),
         "swizzle": swizzle,
         "l2_promotion": l2_promotion,
     }
@@ -108,7 +111,7 @@ def _expression(e):
 
 
 def _uniform_warpgroup(source):
-    """threadIdx.x >> 7 in wgmma descriptors is not warp-uniform to ptxas; one shuffle makes it so.
+    """threadIdx.x >> 7 in wgmma descriptors and their offsets is not warp-uniform to ptxas; one shuffle makes it so.
 
     In the prototype's backward this took spills from 68 bytes to 0 and gave 3 %; in the forward it made no difference. Where a
     kernel calls `keep_in_loop`, what depends on it is computed there again instead of being kept in registers from outside.
@@ -117,7 +120,7 @@ def _uniform_warpgroup(source):
         return source
     lines = []
     for line in source.split("\n"):
-        if "tl::wgmma_" in line:
+        if "tl::wgmma_" in line or "tl::increase_descriptor_offset" in line:
             line = line.replace("(((int)threadIdx.x) >> 7)", "warpgroup")
         lines.append(line)
         if "tl::warpgroup_reg_alloc" in line:

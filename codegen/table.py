@@ -4,6 +4,7 @@ The CUDA files, the C++ kernel table that selection searches, `gqa_attn.explain`
 KERNELS. Designs and measurements stand in docs/kernels.md.
 """
 
+import itertools
 from dataclasses import dataclass
 
 
@@ -17,7 +18,7 @@ class Kernel:
     head_dim: int = 0
     head_dim_v: int = 0
     mask: str = "general"        # "full", "causal" or "general": windows, softcap, packed sequences
-    softcap: bool = False        # serves problems with one
+    softcap: bool = False        # serves problems with one, and no others
     arch: int = 90
     block_q: int = 0
     block_kv: int = 0
@@ -50,21 +51,30 @@ class Kernel:
         rows = f"r{self.block_q}" if self.phase == "backward_finish" else ""
         dtype = {"float16": "fp16", "bfloat16": "bf16"}[self.dtype]
         mask = self.mask if self.phase == "forward" and self.mask != "full" else ""
-        softcap = "softcap" if self.phase == "backward" and self.softcap else ""
+        softcap = "softcap" if self.softcap else ""
         return "_".join(part for part in (self.family, f"d{dims}", rows, dtype, mask, softcap) if part)
 
 
 DTYPES = ("float16", "bfloat16")
 MASKS = ("full", "causal", "general")
 
-# (head_dim, head_dim_v) -> settings, of all masks or of each
+# (head_dim, head_dim_v) -> settings, of all masks or of each. A second Q tile hides its load; general kernels of 64 and 96
+# would spill.
 FORWARD = {
-    (64, 64): dict(block_q=192, block_kv=128, stages_q=2, output="own_tile", registers=160, producer_registers=32),
-    (96, 96): dict(block_q=192, block_kv=96, output="own_tile", lazy_rescale=8, registers=160, producer_registers=32),
+    (64, 64): tuple(
+        dict(block_q=192, block_kv=128, stages_q=stages, output="own_tile", registers=160, producer_registers=32)
+        for stages in (2, 2, 1)
+    ),
+    (96, 96): tuple(
+        dict(
+            block_q=192, block_kv=96, stages_q=stages, output="own_tile", lazy_rescale=8, registers=160, producer_registers=32
+        )
+        for stages in (2, 2, 1)
+    ),
     (128, 128): (
-        dict(block_q=128, block_kv=160, output="q_tile", lazy_rescale=8),
-        dict(block_q=128, block_kv=128, output="own_tile", lazy_rescale=8),
-        dict(block_q=128, block_kv=128, output="own_tile", lazy_rescale=8),
+        dict(block_q=128, block_kv=160, stages_q=2, output="q_tile", lazy_rescale=8),
+        dict(block_q=128, block_kv=128, stages_q=2, output="own_tile", lazy_rescale=8),
+        dict(block_q=128, block_kv=128, stages_q=2, output="own_tile", lazy_rescale=8),
     ),
     (192, 128): (
         dict(block_q=128, block_kv=128, output="registers", lazy_rescale=8),
@@ -83,8 +93,8 @@ BACKWARD = {
     (192, 128): dict(block_q=64, dk_steps_with_dq=2, p_16bit=True, drain_dv=True, registers=240),
 }
 BACKWARD_WIDE = {
-    (192, 192): dict(block_q=64, block_kv=64, stages_ds=2),
-    (256, 256): dict(block_q=64, block_kv=64, stages_ds=2),
+    (192, 192): dict(block_q=64, block_kv=64, registers=232, producer_registers=40),
+    (256, 256): dict(block_q=64, block_kv=64, registers=232, producer_registers=40),
 }
 
 
@@ -92,17 +102,16 @@ def _main_kernels():
     families = (
         ("forward_sm90", "forward", FORWARD, dict(stages_kv=2, registers=240)),
         ("backward_sm90", "backward", BACKWARD, dict(stages_q=2, block_kv=128)),
-        ("backward_wide_sm90", "backward", BACKWARD_WIDE, dict(stages_q=2, registers=240, zeroed_dq=True)),
+        ("backward_wide_sm90", "backward", BACKWARD_WIDE, dict(stages_q=2, zeroed_dq=True)),
     )
     for family, phase, configurations, shared in families:
         for (head_dim, head_dim_v), settings in configurations.items():
-            variants = [(mask, mask == "general") for mask in MASKS] if phase == "forward" else [("general", False)]
-            # The backward of a softcap needs code in the main loop that costs the others 4 %, and the float32 P.
-            if phase == "backward" and not settings.get("p_16bit"):
-                variants.append(("general", True))
-            by_variant = settings if isinstance(settings, tuple) else (settings,) * len(variants)
-            for (mask, softcap), chosen in zip(variants, by_variant):
-                for dtype in DTYPES:
+            masks = MASKS if phase == "forward" else ("general",)
+            by_mask = settings if isinstance(settings, tuple) else (settings,) * len(masks)
+            for mask, chosen in zip(masks, by_mask):
+                # A softcap's code in the main loop costs the others time; its backward needs the float32 P.
+                softcaps = (False, True) if mask == "general" and not chosen.get("p_16bit") else (False,)
+                for softcap, dtype in itertools.product(softcaps, DTYPES):
                     yield Kernel(
                         family, phase, dtype, head_dim=head_dim, head_dim_v=head_dim_v, mask=mask, softcap=softcap,
                         **{**shared, **chosen},
@@ -112,9 +121,9 @@ def _main_kernels():
 def _backward_helpers():
     for dtype in DTYPES:
         for head_dim_v in (64, 128, 256):
-            yield Kernel("prepare_sm90", "backward_prepare", dtype, head_dim_v=head_dim_v, softcap=True, block_q=64)
+            yield Kernel("prepare_sm90", "backward_prepare", dtype, head_dim_v=head_dim_v, block_q=64)
         for rows, head_dim in sorted({tile for kernel in _main_kernels() for tile in kernel.accumulated_tiles}):
-            yield Kernel("finish_sm90", "backward_finish", dtype, head_dim=head_dim, softcap=True, block_q=rows, threads=256)
+            yield Kernel("finish_sm90", "backward_finish", dtype, head_dim=head_dim, block_q=rows, threads=256)
 
 
 KERNELS = (*_main_kernels(), *_backward_helpers())

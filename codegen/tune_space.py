@@ -71,8 +71,8 @@ def _forward(current):
     # One stage of K and V would leave nothing to overlap.
     for block_q, block_kv, (stages_q, stages_kv), output, lazy_rescale in product(
             (128, 192), (80, 96, 112, 128, 160, 192), ((1, 2), (2, 2), (1, 3)), ("registers", "own_tile", "q_tile"), (0, 8)):
-        if output == "q_tile" and (stages_q > 1 or current.head_dim_v > current.head_dim):
-            continue  # O leaves through the one Q tile
+        if output == "q_tile" and current.head_dim_v > current.head_dim:
+            continue  # O leaves through a Q tile
         if output == "registers" and current.mask == "general":
             continue  # only TMA clips at the end of a packed sequence
         registers, producer_registers = (240, 24) if block_q == 128 else (160, 32)
@@ -92,9 +92,8 @@ def _backward(current):
 
 
 def _backward_wide(current):
-    # Two stages of dS: a warpgroup writes the next one while the other still multiplies by this one.
     for stages_q, (registers, producer_registers) in product((2, 3), _SPLITS):
-        yield dict(block_q=64, block_kv=64, stages_q=stages_q, stages_ds=2, zeroed_dq=True, registers=registers,
+        yield dict(block_q=64, block_kv=64, stages_q=stages_q, zeroed_dq=True, registers=registers,
                    producer_registers=producer_registers)
 
 
@@ -113,7 +112,7 @@ def shared_memory(kernel):
         return 2 * (kernel.stages_q * q * kernel.head_dim + kernel.stages_kv * kv * dims + own_tile)
     score_tiles = kernel.stages_ds * kv * q
     if kernel.family == "backward_wide_sm90":
-        rest = 2 * 2 * score_tiles  # P too
+        rest = (2 + 4) * score_tiles  # P too
     else:
         rest = 2 * score_tiles + 4 * q * kernel.head_dim  # dQ
     return 2 * kv * dims + kernel.stages_q * q * (2 * dims + 2 * 4) + rest
@@ -124,9 +123,7 @@ def accumulators(kernel):
     q, kv, head_dim, head_dim_v = kernel.block_q, kernel.block_kv, kernel.head_dim, kernel.head_dim_v
     if kernel.phase == "forward":
         return (head_dim_v + kv + kv // 2) // 2  # O, S, P
-    score = q * kv // 256
+    score, sums, dq = q * kv // 256, kv * (head_dim + head_dim_v) // 256, q * head_dim // 256  # sums: dK, dV
     if kernel.family == "backward_wide_sm90":
-        scores = 2 * score  # S, dP
-    else:
-        scores = score * 3 // 2 if kernel.p_16bit else score * 5 // 2  # P, dP, 16-bit P
-    return kv * (head_dim + head_dim_v) // 256 + max(scores, q * head_dim // 256)  # dK, dV; dQ
+        return sums + 2 * score + max(score, dq // 2 if head_dim == 256 else dq)  # S or dP; P or dS in 16 bit, or dQ
+    return sums + max(score * 3 // 2 if kernel.p_16bit else score * 5 // 2, dq)  # P, dP, 16-bit P

@@ -15,7 +15,7 @@ struct KernelParams {
   int head_dim = 0, head_dim_v = 0;                          // padded to 8; the kernel's own may be larger
   float scale = 0;                                           // of the scores
   float scale_log2 = 0;  // of exp2's argument: scale * log2(e), with a softcap softcap * log2(e)
-  float cap_scale = -1;  // scale / softcap; < 0: no softcap
+  float cap_scale = 0;   // scale / softcap
   int window_left = 0, window_right = 0;
   int blocks = 0;  // of a persistent grid
 
@@ -24,8 +24,12 @@ struct KernelParams {
   int64_t lse_row_stride = 0;
   int has_dlse = 0;
 
-  int section = 0;               // forward: head rows that are walked together
+  int section = 0;               // forward: head rows, of the general kernel head tiles, that are walked together
   int together_keys = 0;         // packed: all heads of a sequence of that many keys
+  int tile_rows = 0;             // forward, general: rows of each query head in a tile
+  int head_tiles = 0;            // and tiles for the same rows of all heads
+  float* out_parts = nullptr;    // [splits, batch, heads, seqlen_q, head_dim_v], rows as lse's, where splits > 1
+  float* lse_parts = nullptr;    // [splits, batch, heads, seqlen_q]
   const float* sinks = nullptr;  // [heads]
   int has_sinks = 0;
 
@@ -45,7 +49,7 @@ struct KernelParams {
   int* tickets = nullptr;     // [1]: drawn so far
   int falling = 0;            // the first kv tiles of a head are the most work
   int deterministic = 0;      // dQ tiles are added in the order of tickets
-  int splits = 1;             // blocks that share a kv tile
+  int splits = 1;             // blocks that share a kv tile; forward: the keys of a query tile
   int heads_per_split = 0;    // query heads that one of them walks
   int kv_heads_split = 0;     // kv_heads * splits
   float* dk_parts = nullptr;  // [batch * kv_heads_split, kv_tiles, tile], where splits > 1

@@ -41,7 +41,7 @@ struct Kernel {
   int threads;
   int registers;   // per compute thread
   int smem_bytes;  // dynamic shared memory of a block
-  bool softcap;    // serves problems with one
+  bool softcap;    // serves problems with one, and no others
   bool zeroed_dq;  // backward: adds to a zeroed dQ workspace instead of storing the first tile
   cudaError_t (*launch)(const KernelParams&, cudaStream_t);
 };

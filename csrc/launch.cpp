@@ -65,7 +65,7 @@ KernelParams common_params(const Problem& p, const CommonArgs& args, const Seque
   params.window_right = static_cast<int>(p.window_right < 0 ? p.seqlen_q : p.window_right);
   params.scale = args.scale;
   params.scale_log2 = (p.softcap ? args.softcap : args.scale) * kLog2e;
-  params.cap_scale = p.softcap ? args.scale / args.softcap : -1;
+  if (p.softcap) params.cap_scale = args.scale / args.softcap;
   params.lse_row_stride = p.seqlen_q;
   params.sinks = args.sinks;
   params.has_sinks = args.sinks != nullptr;
@@ -146,21 +146,35 @@ void plan_tiles(const Problem& p, const CommonArgs& args, const SequencePlan& pl
 
 void launch_forward(const Problem& problem, const Selection& selection, const FwdArgs& args, cudaStream_t stream) {
   const Kernel& kernel = *selection.main;
-  const SequencePlan plan = forward_workspace(problem, kernel, args.workspace).sequences;
+  const ForwardWorkspace workspace = forward_workspace(problem, selection, args.workspace);
+  const SequencePlan& plan = workspace.sequences;
   KernelParams params = common_params(problem, args, plan);
-  plan_tiles(problem, args, plan, false, kernel.block_q, stream);
+  params.tile_rows = kernel.block_q / selection.tile_heads;
+  plan_tiles(problem, args, plan, false, params.tile_rows, stream);
   UnseenRows unseen = unseen_queries(problem, args.out, problem.head_dim_v, plan);
   unseen.lse = args.lse;
   unseen.sinks = args.sinks;
   check(clear_unseen(unseen, stream), "clearing rows");
 
   if (!has_work(problem)) return;
-  params.lse = args.lse + hidden_rows(problem);
+  const int64_t hidden = hidden_rows(problem);
+  params.lse = args.lse + hidden;
+  params.head_tiles = selection.head_tiles;
+  params.splits = selection.splits;
+  if (selection.splits > 1) {
+    params.out_parts = workspace.out_parts + hidden * problem.head_dim_v;
+    params.lse_parts = workspace.lse_parts + hidden;
+    params.has_sinks = false;  // combine_parts adds them
+  }
   params.section = static_cast<int>(selection.section);
   params.together_keys = static_cast<int>(std::min<int64_t>(selection.together_keys, std::numeric_limits<int>::max()));
-  const int64_t items = tile_count(problem, params.seqlen_q, kernel.block_q) * params.head_rows;
-  params.blocks = static_cast<int>(std::min<int64_t>(problem.num_sms, items));
+  const int64_t tiles = tile_count(problem, params.seqlen_q, params.tile_rows) * problem.batch * selection.head_tiles;
+  params.blocks = static_cast<int>(std::min<int64_t>(problem.num_sms, tiles * selection.splits));
   run(kernel, params, stream);
+  if (selection.splits > 1) {
+    const Parts parts{workspace.out_parts, workspace.lse_parts, selection.splits, problem.head_dim_v, problem.dtype};
+    check(combine_parts(unseen, parts, stream), "adding the parts of out");
+  }
 }
 
 void launch_backward(const Problem& problem, const Selection& selection, const BwdArgs& args, cudaStream_t stream) {

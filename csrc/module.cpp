@@ -104,6 +104,7 @@ py::dict select_kernels(const std::string& phase, const std::string& dtype, int6
   result["finish_dq"] = name_or_none(selection.finish_dq);
   result["finish_dk"] = name_or_none(selection.finish_dk);
   result["finish_dv"] = name_or_none(selection.finish_dv);
+  result["tile_heads"] = selection.tile_heads;
   result["section"] = selection.section;
   result["splits"] = selection.splits;
   result["workspace_bytes"] = selection.workspace_bytes;

@@ -37,24 +37,26 @@ std::string dims(int64_t head_dim, int64_t head_dim_v) { return std::to_string(h
   throw std::runtime_error(text.str());
 }
 
-// The kernel that serves the problem with the least padding of head dims; of two of the same, the one made for the mask, without
-// what is not asked for.
-const Kernel* find(Phase phase, const Problem& problem) {
+// The kernel that serves the problem with the least padding of head dims; of two of the same, the one made for the mask. Null
+// where this build has none.
+const Kernel* find(Phase phase, const Problem& problem, Mask mask, bool softcap) {
   const Kernel* best = nullptr;
-  const Mask mask = mask_of(problem);
   for (const Kernel& kernel : kernel_table()) {
     if (kernel.phase != phase || kernel.arch != problem.arch || kernel.dtype != problem.dtype) continue;
     if (kernel.mask != mask && kernel.mask != Mask::general) continue;
-    if (problem.softcap && !kernel.softcap) continue;
+    if (kernel.softcap != softcap) continue;
     if (kernel.head_dim && kernel.head_dim < problem.head_dim) continue;
     if (kernel.head_dim_v < problem.head_dim_v) continue;
-    const auto cost = [&](const Kernel& k) {
-      return 4 * (k.head_dim + k.head_dim_v) + 2 * (k.mask != mask) + (k.softcap != problem.softcap);
-    };
+    const auto cost = [&](const Kernel& k) { return 2 * (k.head_dim + k.head_dim_v) + (k.mask != mask); };
     if (!best || cost(kernel) < cost(*best)) best = &kernel;
   }
-  if (!best) refuse(phase, problem);
   return best;
+}
+
+const Kernel* require(Phase phase, const Problem& problem, Mask mask, bool softcap) {
+  const Kernel* kernel = find(phase, problem, mask, softcap);
+  if (!kernel) refuse(phase, problem);
+  return kernel;
 }
 
 // The kernel that reads tiles as another one left them.
@@ -73,11 +75,55 @@ constexpr int64_t kL2Bytes = 64 << 20;  // of K and V that still hit in an H100'
 // Keys of a batch element, or sequence, whose K and V stay in L2 for all kv heads.
 int64_t keys_in_l2(const Problem& p) { return kL2Bytes / std::max<int64_t>(1, p.kv_heads * (p.head_dim + p.head_dim_v) * 2); }
 
-// Head rows that the forward walks together. All of them balances tiles of unequal work best; where their K and V do not stay in
+// Head tiles that the forward walks together. All of them balances tiles of unequal work best; where their K and V do not stay in
 // L2, one group at a time reads K and V once.
-int64_t forward_section(const Problem& p) {
+int64_t forward_section(const Problem& p, int64_t head_tiles) {
   const bool together = mask_of(p) != Mask::full && p.batch * p.seqlen_k <= keys_in_l2(p);
-  return std::max<int64_t>(1, together ? p.batch * p.heads : p.heads / p.kv_heads);
+  return std::max<int64_t>(1, together ? p.batch * head_tiles : head_tiles / p.kv_heads);
+}
+
+// How many sequences there are, and the rows and keys of each: of packed ones, all that the host knows is an average.
+struct Lengths {
+  explicit Lengths(const Problem& p)
+      : sequences(std::max<int64_t>(1, p.packed ? p.sequences : p.batch)),
+        rows(p.packed ? ceil_div(p.seqlen_q, sequences) : p.seqlen_q - hidden_rows(p)),
+        keys(p.packed ? ceil_div(p.seqlen_k, sequences) : p.seqlen_k) {}
+
+  int64_t sequences, rows, keys;
+};
+
+// Tiles of a sequence and kv head.
+int64_t group_tiles(const Problem& p, const Kernel& kernel, int tile_heads) {
+  const int64_t group = std::max<int64_t>(1, p.heads / p.kv_heads);
+  return ceil_div(Lengths(p).rows, kernel.block_q / tile_heads) * ceil_div(group, tile_heads);
+}
+
+// Query heads in a tile: the fewest that make the fewest tiles.
+int forward_tile_heads(const Problem& p, const Kernel& kernel) {
+  int best = 1;
+  for (int heads = 2; heads <= kernel.block_q && heads < 2 * p.heads / p.kv_heads; ++heads) {
+    if (kernel.block_q % heads == 0 && group_tiles(p, kernel, heads) < group_tiles(p, kernel, best)) best = heads;
+  }
+  return best;
+}
+
+// Blocks that share the keys of a query tile, where the tiles alone do not fill the GPU: the number with the shortest schedule,
+// in steps of a kv tile. A block takes two steps more to start and end, adding the parts about four.
+int forward_splits(const Problem& p, const Kernel& kernel, int tile_heads) {
+  const Lengths lengths(p);
+  const int64_t tiles = lengths.sequences * p.kv_heads * group_tiles(p, kernel, tile_heads);
+  int64_t keys = lengths.keys;
+  if (p.window_left >= 0) keys = std::min(keys, p.window_left + kernel.block_q + std::max<int64_t>(p.window_right, 0));
+  const int64_t steps = ceil_div(keys, kernel.block_kv);
+  if (tiles == 0 || tiles >= p.num_sms) return 1;
+  const auto time = [&](int64_t splits) {
+    return ceil_div(tiles * splits, p.num_sms) * (ceil_div(steps, splits) + 2) + (splits > 1 ? 4 : 0);
+  };
+  int64_t best = 1;
+  for (int64_t splits = 2; splits <= std::min<int64_t>(steps / 4, kMostParts); ++splits) {
+    if (time(splits) < time(best)) best = splits;
+  }
+  return static_cast<int>(best);
 }
 
 bool work_falls(const Problem& p) { return p.window_right >= 0 && p.window_left < 0; }
@@ -103,16 +149,30 @@ int backward_splits(const Problem& p, const Kernel& kernel) {
 
 Selection select_forward(const Problem& problem) {
   Selection selection;
-  selection.main = find(Phase::forward, problem);
-  selection.section = forward_section(problem);
+  const Mask mask = mask_of(problem);
+  selection.main = require(Phase::forward, problem, mask, problem.softcap);
+  // The general kernel alone knows tiles of several heads and splits; it is up to a tenth slower than one made for the mask.
+  if (const Kernel* general = find(Phase::forward, problem, Mask::general, problem.softcap)) {
+    const int tile_heads = forward_tile_heads(problem, *general), splits = forward_splits(problem, *general, tile_heads);
+    if (general == selection.main || splits > 1 ||
+        group_tiles(problem, *general, tile_heads) * 5 <= group_tiles(problem, *selection.main, 1) * 4) {
+      selection.main = general;
+      selection.tile_heads = tile_heads;
+      selection.splits = splits;
+    }
+  }
+  selection.head_tiles = static_cast<int>(problem.kv_heads * ceil_div(problem.heads / problem.kv_heads, selection.tile_heads));
+  selection.section = forward_section(problem, selection.head_tiles);
   selection.together_keys = keys_in_l2(problem);
-  selection.workspace_bytes = forward_workspace(problem, *selection.main, nullptr).bytes;
+  selection.workspace_bytes = forward_workspace(problem, selection, nullptr).bytes;
   std::ostringstream reason;
-  reason << name_of(mask_of(problem)) << " mask, least padding of head dims " << dims(problem.head_dim, problem.head_dim_v);
+  reason << name_of(mask) << " mask, least padding of head dims " << dims(problem.head_dim, problem.head_dim_v);
+  if (selection.tile_heads > 1) reason << "; " << selection.tile_heads << " query heads share a tile: few rows each";
+  if (selection.splits > 1) reason << "; " << selection.splits << " blocks share the keys of a tile, to fill the GPU";
   if (problem.packed) {
     reason << "; longest sequences first, their heads together up to " << selection.together_keys << " keys";
   } else {
-    reason << "; " << selection.section << " of " << problem.batch * problem.heads << " head rows walked together";
+    reason << "; " << selection.section << " of " << problem.batch * selection.head_tiles << " head rows walked together";
   }
   selection.reason = reason.str();
   return selection;
@@ -120,8 +180,8 @@ Selection select_forward(const Problem& problem) {
 
 Selection select_backward(const Problem& problem) {
   Selection selection;
-  selection.main = find(Phase::backward, problem);
-  selection.prepare = find(Phase::backward_prepare, problem);
+  selection.main = require(Phase::backward, problem, Mask::general, problem.softcap);
+  selection.prepare = require(Phase::backward_prepare, problem, Mask::general, false);
   const Kernel& main = *selection.main;
   selection.finish_dq = find_finish(problem, main.block_q, main.head_dim);
   selection.falling = work_falls(problem);

@@ -13,9 +13,11 @@ struct Selection {
   const Kernel* finish_dq = nullptr;
   const Kernel* finish_dk = nullptr;  // where several blocks share a kv tile
   const Kernel* finish_dv = nullptr;
-  int64_t section = 1;        // forward: head rows walked together
+  int tile_heads = 1;         // forward: query heads of a group in a tile, each with its part of the tile's rows
+  int head_tiles = 1;         // tiles for the same rows of all heads
+  int64_t section = 1;        // head tiles walked together
   int64_t together_keys = 0;  // the same of packed sequences: all heads of one of that many keys, else a group's
-  int splits = 1;             // backward: blocks that share a kv tile, each with its part of the query heads
+  int splits = 1;             // blocks that share the keys of a query tile; backward: a kv tile, each for some query heads
   bool falling = false;       // backward: the first kv tiles of a head are the most work, and come first
   int64_t workspace_bytes = 0;
   std::string reason;  // one line, for explain

@@ -1,3 +1,6 @@
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <algorithm>
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
@@ -68,7 +71,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   int before = threadIdx.x < kBuckets ? tiles_before[threadIdx.x] : 0, all;
   Scan(storage).ExclusiveSum(before, before, all);
   if (threadIdx.x < kBuckets) tiles_before[threadIdx.x] = before;
-  if (threadIdx.x == 0) plan.plan[0] = all;
+  if (threadIdx.x == 0) plan.plan[0] = all, plan.plan[1] = 0;
   __syncthreads();
 
   int2* places = reinterpret_cast<int2*>(plan.plan) + 1;
@@ -125,6 +128,51 @@ __global__ void __launch_bounds__(kThreads) clear_kernel(UnseenRows rows) {
   }
 }
 
+__device__ void convert(float4 x, __half* out) {
+  reinterpret_cast<__half2*>(out)[0] = __floats2half2_rn(x.x, x.y),
+  reinterpret_cast<__half2*>(out)[1] = __floats2half2_rn(x.z, x.w);
+}
+__device__ void convert(float4 x, __nv_bfloat16* out) {
+  reinterpret_cast<__nv_bfloat162*>(out)[0] = __floats2bfloat162_rn(x.x, x.y);
+  reinterpret_cast<__nv_bfloat162*>(out)[1] = __floats2bfloat162_rn(x.z, x.w);
+}
+
+// A warp for each row and head; a lane for each part's lse, then for each four columns.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) combine_kernel(UnseenRows rows, Parts parts) {
+  const int lane = threadIdx.x % 32;
+  const int64_t count = rows.batch * rows.seqlen * rows.heads;
+  for (int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32; i < count; i += int64_t{gridDim.x} * (kThreads / 32)) {
+    const int64_t row = i / rows.heads, head = i % rows.heads;
+    bool in_sequence;
+    if (is_unseen(rows, row, in_sequence)) continue;
+    const int64_t at = (row / rows.seqlen * rows.heads + head) * rows.seqlen + row % rows.seqlen;
+    const float sink = rows.sinks ? rows.sinks[head] : -INFINITY;
+    const float part_lse = lane < parts.splits ? parts.lse[lane * count + at] : -INFINITY;
+    float top = fmaxf(part_lse, sink);
+    for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+    if (top == -INFINITY) top = 0;
+    float weight = expf(part_lse - top), total = weight;
+    for (int step = 16; step; step /= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
+    total += expf(sink - top);
+    if (lane == 0) rows.lse[at] = top + logf(total);
+    weight = total == 0 ? 0 : weight / total;
+    T* out = reinterpret_cast<T*>(static_cast<char*>(rows.data[0]) + row * rows.row_bytes[0]) + head * parts.head_dim;
+    for (int64_t column = lane * 4; column < (parts.head_dim + 127) / 128 * 128; column += 128) {
+      const bool inside = column < parts.head_dim;
+      float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 8
+      for (int s = 0; s < parts.splits; ++s) {
+        const float w = __shfl_sync(0xffffffffu, weight, s);
+        if (!inside) continue;
+        const float4 part = *reinterpret_cast<const float4*>(parts.out + (s * count + at) * parts.head_dim + column);
+        sum.x += w * part.x, sum.y += w * part.y, sum.z += w * part.z, sum.w += w * part.w;
+      }
+      if (inside) convert(sum, out + column);
+    }
+  }
+}
+
 __global__ void __launch_bounds__(kPlanThreads) sinks_kernel(SinkGradient g) {
   using Reduce = cub::BlockReduce<float, kPlanThreads>;
   __shared__ Reduce::TempStorage storage;
@@ -161,6 +209,13 @@ cudaError_t clear_unseen(const UnseenRows& rows, cudaStream_t stream) {
   if (count == 0 || (!rows.packed && rows.hidden == 0)) return cudaSuccess;
   const int64_t blocks = std::min<int64_t>((count + kThreads - 1) / kThreads, 4096);
   return launch(clear_kernel, static_cast<unsigned>(blocks), kThreads, 0, stream, rows);
+}
+
+cudaError_t combine_parts(const UnseenRows& rows, const Parts& parts, cudaStream_t stream) {
+  const int64_t warps = rows.batch * rows.seqlen * rows.heads, per_block = kThreads / 32;
+  const auto kernel = parts.dtype == DType::float16 ? combine_kernel<__half> : combine_kernel<__nv_bfloat16>;
+  return launch(kernel, static_cast<unsigned>(std::min<int64_t>((warps + per_block - 1) / per_block, 65536)), kThreads, 0, stream,
+                rows, parts);
 }
 
 cudaError_t sum_sinks(const SinkGradient& gradient, cudaStream_t stream) {

@@ -1,4 +1,5 @@
-// The kernels around the main ones that know no tiles: the plan of packed sequences, rows that no kernel writes, sinks.
+// The kernels around the main ones that know no tiles: the plan of packed sequences, rows that no kernel writes, parts of the
+// forward's results, sinks.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -29,6 +30,19 @@ struct UnseenRows {
 };
 
 cudaError_t clear_unseen(const UnseenRows& rows, cudaStream_t stream);
+
+// Results over some of the keys each: out [splits, batch, heads, seqlen, head_dim], lse [splits, batch, heads, seqlen].
+struct Parts {
+  const float* out;
+  const float* lse;
+  int splits;
+  int64_t head_dim;
+  DType dtype;
+};
+
+// out and lse of the rows that are not unseen, with `rows.data[0]` and `rows.lse`: lse is the log of the sum of the parts'
+// exp(lse) and exp(sink), out the sum of the parts times exp(their lse - lse).
+cudaError_t combine_parts(const UnseenRows& rows, const Parts& parts, cudaStream_t stream);
 
 // dsinks[h] = - sum over rows of exp(sink - lse) * delta; a row that sees no key has delta = -dlse.
 struct SinkGradient {

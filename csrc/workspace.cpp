@@ -39,10 +39,17 @@ int64_t tile_count(const Problem& p, int64_t seqlen, int rows) {
   return p.packed ? seqlen / rows + p.sequences : (seqlen + rows - 1) / rows;
 }
 
-ForwardWorkspace forward_workspace(const Problem& p, const Kernel& kernel, void* base) {
+ForwardWorkspace forward_workspace(const Problem& p, const Selection& s, void* base) {
+  ForwardWorkspace w{};
   Cutter cutter(base);
-  const SequencePlan plan = cut_plan(cutter, p, tile_count(p, p.seqlen_q, kernel.block_q));
-  return {plan, cutter.bytes()};
+  if (s.splits > 1) {
+    const int64_t rows = s.splits * p.batch * p.heads * p.seqlen_q;
+    w.out_parts = cutter.cut<float>(rows * p.head_dim_v);
+    w.lse_parts = cutter.cut<float>(rows);
+  }
+  w.sequences = cut_plan(cutter, p, tile_count(p, p.seqlen_q, s.main->block_q / s.tile_heads));
+  w.bytes = cutter.bytes();
+  return w;
 }
 
 BackwardWorkspace backward_workspace(const Problem& p, const Selection& s, void* base) {

@@ -11,15 +11,19 @@ struct SequencePlan {
   int* bounds_k = nullptr;  // the same of cu_seqlens_k
   int* begins_q = nullptr;  // [sequences]: the first query row of each that sees a key
   int* begins_k = nullptr;  // [sequences]: of the keys; behind them all where no query sees any
-  int* plan = nullptr;      // a count, then from the third int on (sequence, its first place in the plan) for each tile
+  int* plan = nullptr;      // a count, 0, then (sequence, its first place in the plan) for each tile
 };
 
+constexpr int kMostParts = 32;  // that combine_parts adds (sequences.h): a lane for each
+
 struct ForwardWorkspace {
+  float* out_parts;  // [splits, batch, heads, seqlen_q, head_dim_v] where splits > 1
+  float* lse_parts;  // [splits, batch, heads, seqlen_q]
   SequencePlan sequences;
   int64_t bytes;
 };
 
-ForwardWorkspace forward_workspace(const Problem& problem, const Kernel& kernel, void* base);
+ForwardWorkspace forward_workspace(const Problem& problem, const Selection& selection, void* base);
 
 // Tiles are in accumulator order (csrc/device/backward.cuh), their head dims the kernel's. Tile counts are per head row, the room
 // for all sequences of a packed batch.

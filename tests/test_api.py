@@ -184,8 +184,8 @@ def test_explain_gives_what_selection_gives(monkeypatch):
             return dict(
                 name="forward_x", phase=phase, arch=90, dtype="bfloat16", mask="causal", head_dim=128, head_dim_v=128,
                 block_q=128, block_kv=160, stages_q=1, stages_kv=2, threads=384, registers=240, smem_bytes=196608,
-                prepare="prepare_x", finish_dq="finish_x", finish_dk=None, finish_dv=None, splits=3, workspace_bytes=77,
-                reason="it fits",
+                prepare="prepare_x", finish_dq="finish_x", finish_dk=None, finish_dv=None, tile_heads=2, splits=3,
+                workspace_bytes=77, reason="it fits",
             )
 
     monkeypatch.setattr(_library, "compiled", Compiled)
@@ -196,9 +196,11 @@ def test_explain_gives_what_selection_gives(monkeypatch):
     assert said.backward == "required this, supported that"
     assert dataclasses.asdict(said.forward) == dict(
         name="forward_x", block_q=128, block_kv=160, stages_q=1, stages_kv=2, threads=384, registers=240, smem_bytes=196608,
-        workspace_bytes=77, splits=3, helpers=("prepare_x", "finish_x"), copies=(), copies_bytes=0, reason="it fits",
+        workspace_bytes=77, tile_heads=2, splits=3, helpers=("prepare_x", "finish_x"), copies=(), copies_bytes=0,
+        reason="it fits",
     )
-    for part in ("forward_x", "128 queries x 160 keys", "384 threads", "240 registers", "196608 bytes", "77 bytes", "3 blocks"):
+    for part in ("forward_x", "128 queries x 160 keys", "384 threads", "240 registers", "196608 bytes", "77 bytes",
+                 "2 query heads", "3 blocks"):
         assert part in str(said)
 
 

@@ -21,10 +21,7 @@ MAIN = [name for name, kernel in KERNELS.items() if kernel["phase"] in ("forward
 # Kernel, less dtype and softcap -> bytes of spill stores and loads together, at most. Reasons: docs/kernels.md.
 SPILLS_ALLOWED = {
     "backward_sm90_d192x128": 84,
-    "backward_wide_sm90_d192x192": 92,
-    "backward_wide_sm90_d256x256": 300,
-    "forward_sm90_d64x64_general": 44,
-    "forward_sm90_d192x128_general": 24,
+    "forward_sm90_d192x128_general": 32,
 }
 
 SM90_REGISTERS = 65536  # of a multiprocessor; a thread's come in steps of 8
@@ -96,7 +93,7 @@ def test_allowed_spills_are_of_kernels():
 def test_library_holds_exactly_the_table(opcodes):
     """And the kernels of csrc/sequences.cu, which know no tiles."""
     assert {name for name in opcodes if not name.startswith("_Z")} == set(KERNELS)
-    assert sum(name.startswith("_Z") for name in opcodes) == 3
+    assert sum(name.startswith("_Z") for name in opcodes) == 5
 
 
 @pytest.mark.parametrize("name", MAIN)

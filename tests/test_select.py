@@ -46,6 +46,42 @@ def test_forward_masks(options, mask):
     assert _C.select("forward", **PROBLEM | options)["mask"] == mask
 
 
+SHORT = dict(batch=16, seqlen_q=1, seqlen_k=16384, heads=32, kv_heads=8)
+
+
+@needs_all_kernels
+@pytest.mark.parametrize("change, tile_heads, splits", [
+    ({}, 4, 1),                                       # 128 tiles for 132 SMs
+    (dict(batch=1), 4, 16),                           # 8 tiles: 16 parts of 8 kv tiles each fill the GPU
+    (dict(batch=1, seqlen_k=2048), 4, 4),             # no fewer than 4 kv tiles in a part
+    (dict(batch=1, seqlen_k=1024), 4, 1),             # adding two parts would cost more
+    (dict(batch=1, window_left=2047), 4, 4),          # of the window's keys
+    (dict(batch=1, sequences=16, seqlen_q=16, seqlen_k=16 * 16384), 4, 1),
+    (dict(batch=1, sequences=1, seqlen_q=1), 4, 16),
+    (dict(batch=1, seqlen_q=64), 2, 8),               # 2 tiles a group either way
+    (dict(batch=1, kv_heads=1, seqlen_k=2**20), 32, 32),  # as many parts as are added at once
+    (dict(kv_heads=32), 1, 1),
+    (dict(heads=40, kv_heads=8, batch=1), 8, 16),     # 5 heads in the room of 8
+    (dict(batch=64, seqlen_q=130, heads=8, kv_heads=2), 4, 1),   # 5 tiles of 32 rows instead of 8 of 128
+    (dict(batch=2, seqlen_q=4096), 1, 1),
+    (dict(batch=2, seqlen_q=4096, softcap=True), 1, 1),
+    (dict(batch=2, seqlen_q=4096, head_dim=64, head_dim_v=64), 1, 1),
+], ids=str)
+def test_short_queries_share_tiles_and_keys(change, tile_heads, splits):
+    """Where that makes fewer tiles, and where too few would fill the GPU."""
+    choice = _C.select("forward", **PROBLEM | SHORT | change)
+    assert (choice["tile_heads"], choice["splits"]) == (tile_heads, splits), choice["reason"]
+    assert choice["mask"] == "general" or (tile_heads, splits) == (1, 1)
+
+
+@needs_all_kernels
+def test_parts_take_room_for_the_queries_only():
+    """float32 of out and lse for each split, whatever the number of keys."""
+    choice = _C.select("forward", **PROBLEM | SHORT | dict(batch=1))
+    rows = choice["splits"] * 32
+    assert rows * 129 * 4 <= choice["workspace_bytes"] <= rows * 129 * 4 + 256
+
+
 @needs_all_kernels
 @pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
 def test_tuned_head_dims(head_dim, head_dim_v):
@@ -58,11 +94,11 @@ def test_tuned_head_dims(head_dim, head_dim_v):
 @needs_all_kernels
 @pytest.mark.parametrize("softcap", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_backward_takes_kernels_with_the_derivative_of_a_softcap_where_there_is_one(dtype, softcap):
+def test_kernels_with_a_softcap_are_taken_where_there_is_one(dtype, softcap):
     """And nowhere else, since it costs time."""
-    for head_dim, head_dim_v in product(range(8, 257, 8), repeat=2):
+    for phase, head_dim, head_dim_v in product(("forward", "backward"), range(8, 257, 8), range(8, 257, 8)):
         problem = PROBLEM | dict(dtype=dtype, softcap=softcap, head_dim=head_dim, head_dim_v=head_dim_v)
-        assert ROWS[_C.select("backward", **problem)["name"]]["softcap"] is softcap, (head_dim, head_dim_v)
+        assert ROWS[_C.select(phase, **problem)["name"]]["softcap"] is softcap, (phase, head_dim, head_dim_v)
 
 
 @needs_all_kernels

@@ -47,6 +47,7 @@ def tiny(monkeypatch):
 
     monkeypatch.setattr(Case, "tensors", small)
     monkeypatch.setattr(options, "MATMUL_SIZE", 8)
+    monkeypatch.setattr(options, "COPY_BYTES", 64)
 
 
 @pytest.fixture
@@ -216,6 +217,9 @@ def test_options_prints_every_row_and_writes_a_record(with_gpu, tiny, clock, mon
     assert rows["share of matmul, fp16 / bf16, d64_2k bwd"] == {"ratio": 0.5, "bar": ">= 0.95, <= 1.05", "ok": False}
     assert rows["S 4097, llama8b_4k fwd"] == {"ratio": pytest.approx((4096 / 4097) ** 2), "bar": "<= 1.05", "ok": True}
     assert rows["Sq 8192, Sk 2048, llama8b_4k_full bwd"]["ratio"] == 1.0
+    moved = 2 * 2 * (2 * 2 * 32 * 16 + 2 * 32 * 8 * 16)  # bytes: q and out of 2 x 2 tokens, k and v of 2 x 32
+    short = {"ratio": moved / 128, "bar": ">= 0.8", "ok": True}
+    assert rows["share of copy bandwidth, B 16 Sq 1 Sk 16384 fwd"] == short | {"ratio": pytest.approx(short["ratio"])}
     printed = capsys.readouterr().out
     assert all(what in printed for what in rows) and "broken: RuntimeError: out of luck" in printed
 

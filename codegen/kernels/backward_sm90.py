@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from .backward_tiles import INCLUDES  # noqa: F401 (for codegen)
-from .backward_tiles import CONSUMERS, DEV, DQ_THREADS, ITEM, ITEMS, item, program, tile_macros
+from .backward_tiles import CONSUMERS, DEV, DQ_THREADS, ITEM, ITEMS, item, place, program, tile_macros
 from .common import accum_index, phase, slot
 
 
@@ -60,10 +60,24 @@ def build(spec):
         )
 
     @T.macro
+    def clear(t):
+        T.clear(t.dv)
+        T.clear(t.dk)
+        T.warpgroup_fence_operand(t.dv, num_regs=DV // 2)
+        T.warpgroup_fence_operand(t.dk, num_regs=D // 2)
+
+    @T.macro
     def issue_scores(t, count, more):
         if more:
             T.barrier_wait(t.q_full[slot(count, SQ)], phase(count, SQ))
         T.wgmma_gemm(t.k_s[0, :, :], t.q_s[slot(count, SQ), :, :], t.s, transpose_B=True, policy=by_rows, clear_accum=True)
+
+    @T.macro
+    def times_cap_slope(t, cap_scale):
+        """P, from now on for dS only, times the derivative of the cap: S holds its tanh."""
+        if cap_scale > 0:
+            for i, j in T.Parallel(BM, BN):
+                t.p[i, j] = t.p[i, j] * (1 - t.s[i, j] * t.s[i, j])
 
     @T.macro
     def probabilities(t, count, bound, keys, span, scale_log2, cap_scale):
@@ -74,7 +88,7 @@ def build(spec):
         tiles.hide(t, bound, keys, span)
         T.copy(t.p, t.p16)
         if spec.softcap:
-            tiles.times_cap_slope(t, cap_scale)
+            times_cap_slope(t, cap_scale)
 
     @T.macro
     def score_gradients(t, count):
@@ -84,6 +98,11 @@ def build(spec):
                 t.ds16[i, j] = T.cast(t.p16[i, j], f32) * (t.dp[i, j] - t.delta_s[at, j])
             else:
                 t.ds16[i, j] = t.p[i, j] * (t.dp[i, j] - t.delta_s[at, j])
+
+    @T.macro
+    def publish_dq(t, count):
+        T.fence_proxy_async()  # waits for the stores: where no more of dK is to come, the next S is issued before
+        T.barrier_arrive(t.dq_full[slot(count, DQ_THREADS)])
 
     @T.macro
     def step(t, count, end, bound, keys, span, scale_log2, cap_scale, dq_accum, row, q_tile, deterministic):
@@ -113,14 +132,37 @@ def build(spec):
         for i, j in T.Parallel(BN, D):
             t.dq_s[accum_index(i, j, BN)] = t.dq[i, j]
         T.barrier_arrive(t.ds_empty[ds])
-        T.fence_proxy_async()
-        T.barrier_arrive(t.dq_full[slot(count, DQ_THREADS)])
-        issue_scores(t, count + 1, count + 1 < end)
         if early < BN:
+            publish_dq(t, count)
+            issue_scores(t, count + 1, count + 1 < end)
             T.wgmma_gemm(t.ds_s[ds, :, early:BN], t.q_s[at, early:BN, :], t.dk, policy=by_rows)
             T.wait_wgmma(1)
         else:
+            issue_scores(t, count + 1, count + 1 < end)
+            publish_dq(t, count)
             T.wait_wgmma(0)
+
+    @T.macro
+    def write_parts(t, turn, dk_parts, dv_parts):
+        at = (item(t, turn, "b"), item(t, turn, "h_split"), item(t, turn, "kv_base") + item(t, turn, "kv_tile"), 0)
+        T.call_extern("handle", f"{DEV}store_accum<{BM}, {D}>", T.address_of(dk_parts[at]), t.dk.data)
+        T.call_extern("handle", f"{DEV}store_accum<{BM}, {DV}>", T.address_of(dv_parts[at]), t.dv.data)
+
+    @T.macro
+    def store(tile_s, grad, h, outer, inner):
+        T.copy(tile_s[0, :, :], grad[outer, inner : inner + BM, h, 0 : tile_s.shape[2]])
+
+    @T.macro
+    def write_gradients(t, turn, dk, dv, scale, packed):
+        for i, j in T.Parallel(BM, D):
+            t.dk[i, j] = t.dk[i, j] * scale
+        T.sync_threads(1, CONSUMERS)
+        T.copy(t.dk, t.k_s[0, :, :])
+        T.copy(t.dv, t.v_s[0, :, :])
+        T.fence_proxy_async()
+        T.sync_threads(1, CONSUMERS)
+        store(t.k_s, dk, item(t, turn, "h_split"), *place(t, turn, "k", item(t, turn, "kv_tile") * BM, packed))
+        store(t.v_s, dv, item(t, turn, "h_split"), *place(t, turn, "k", item(t, turn, "kv_tile") * BM, packed))
 
     @T.macro
     def add_tile(t, turn, count, dq_accum, row, q_tile, dq_state, state, rank, deterministic):
@@ -136,4 +178,4 @@ def build(spec):
         else:
             T.barrier_arrive(t.dq_empty)
 
-    return program(spec, allocate, issue_scores, step, add_tile)
+    return program(spec, allocate, clear, issue_scores, step, write_parts, write_gradients, add_tile)

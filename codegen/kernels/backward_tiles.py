@@ -37,7 +37,7 @@ def place(t, turn, side, row, packed):
 
 def tile_macros(spec):
     """Macros of the compute warpgroups."""
-    BM, BN, D, DV = spec.block_kv, spec.block_q, spec.head_dim, spec.head_dim_v
+    BM, BN = spec.block_kv, spec.block_q
 
     @T.macro
     def hide(t, bound, keys, span):
@@ -49,37 +49,8 @@ def tile_macros(spec):
 
     @T.macro
     def cap(t, cap_scale):
-        if cap_scale >= 0:
-            T.call_extern("handle", f"{DEV}cap_scores<{BM * BN // CONSUMERS}>", t.s.data, cap_scale)
-
-    @T.macro
-    def times_cap_slope(t, cap_scale):
-        """P, from now on for dS only, times the derivative of the cap: S holds its tanh."""
-        if cap_scale >= 0:
-            for i, j in T.Parallel(BM, BN):
-                t.p[i, j] = t.p[i, j] * (1 - t.s[i, j] * t.s[i, j])
-
-    @T.macro
-    def write_parts(t, turn, dk_parts, dv_parts):
-        at = (item(t, turn, "b"), item(t, turn, "h_split"), item(t, turn, "kv_base") + item(t, turn, "kv_tile"), 0)
-        T.call_extern("handle", f"{DEV}store_accum<{BM}, {D}>", T.address_of(dk_parts[at]), t.dk.data)
-        T.call_extern("handle", f"{DEV}store_accum<{BM}, {DV}>", T.address_of(dv_parts[at]), t.dv.data)
-
-    @T.macro
-    def store(tile_s, grad, h, outer, inner):
-        T.copy(tile_s[0, :, :], grad[outer, inner : inner + BM, h, 0 : tile_s.shape[2]])
-
-    @T.macro
-    def write_gradients(t, turn, dk, dv, scale, packed):
-        for i, j in T.Parallel(BM, D):
-            t.dk[i, j] = t.dk[i, j] * scale
-        T.sync_threads(1, CONSUMERS)
-        T.copy(t.dk, t.k_s[0, :, :])
-        T.copy(t.dv, t.v_s[0, :, :])
-        T.fence_proxy_async()
-        T.sync_threads(1, CONSUMERS)
-        store(t.k_s, dk, item(t, turn, "h_split"), *place(t, turn, "k", item(t, turn, "kv_tile") * BM, packed))
-        store(t.v_s, dv, item(t, turn, "h_split"), *place(t, turn, "k", item(t, turn, "kv_tile") * BM, packed))
+        if cap_scale > 0:  # always: a branch keeps ptxas from mixing this with what stands around it, and from spilling
+            T.call_extern("handle", f"{DEV}cap_scores<{BN // 2}>", t.s.data, cap_scale)
 
     def dq_rank(t, turn, q_tile, window_left, window_right, falling, deterministic):
         """The item's turn at a dQ tile; -1 where the order does not matter."""
@@ -88,18 +59,15 @@ def tile_macros(spec):
             window_right, falling, deterministic,
         )
 
-    return SimpleNamespace(
-        hide=hide, cap=cap, times_cap_slope=times_cap_slope, dq_rank=dq_rank, write_parts=write_parts,
-        write_gradients=write_gradients,
-    )
+    return SimpleNamespace(hide=hide, cap=cap, dq_rank=dq_rank)
 
 
-def program(spec, allocate, issue_scores, step, add_tile):
+def program(spec, allocate, clear, issue_scores, step, write_parts, write_gradients, add_tile):
     """The prim_func.
 
-    allocate() makes a block's shared memory, fragments and barriers; issue_scores(t, count, more) and step(...) are the compute
-    warpgroups' macros for the products that start a query tile and for the tile itself, add_tile(...) is what a dQ thread does
-    for it.
+    allocate() makes a block's shared memory, fragments and barriers. Macros of the compute warpgroups: clear(t) of dK and dV,
+    issue_scores(t, count, more) for the products that start a query tile, step(...) for the tile itself, and for what becomes
+    of dK and dV write_parts(...) or write_gradients(...). add_tile(...) is what a dQ thread does for a query tile.
     """
     BM, BN, D, DV = spec.block_kv, spec.block_q, spec.head_dim, spec.head_dim_v
     SQ = spec.stages_q
@@ -110,7 +78,6 @@ def program(spec, allocate, issue_scores, step, add_tile):
     head_rows, padded, sequences = size("head_rows"), size("seqlen_q_padded"), size("sequences")
     tiles = tile_macros(spec)
     load = tile_loader(CONSUMERS)
-    whole_rows = spec.block_kv == 128  # a compute warpgroup's share of dK and dV: 64 rows, or half of the columns
 
     @T.macro
     def load_row_and_arrive(source, row, first, rows_s, full, count):
@@ -182,10 +149,7 @@ def program(spec, allocate, issue_scores, step, add_tile):
                     row = item(t, turn, "b") * heads + item(t, turn, "h_split") * heads_per_split
                     q_tile = item(t, turn, "start_q")
                     visit = item(t, turn, "first_q")
-                    T.clear(t.dv)
-                    T.clear(t.dk)
-                    T.warpgroup_fence_operand(t.dv, num_regs=DV // 2 if whole_rows else DV // 4)
-                    T.warpgroup_fence_operand(t.dk, num_regs=D // 2 if whole_rows else D // 4)
+                    clear(t)
                     T.barrier_wait(t.v_full[0], phase(turn, 1))
                     issue_scores(t, count, 1)
                     T.wait_wgmma(0)
@@ -208,9 +172,9 @@ def program(spec, allocate, issue_scores, step, add_tile):
                     T.wait_wgmma(0)
                     count = end
                     if splits > 1:
-                        tiles.write_parts(t, turn, dk_parts, dv_parts)
+                        write_parts(t, turn, dk_parts, dv_parts)
                     else:
-                        tiles.write_gradients(t, turn, dk, dv, scale, sequences > 0)
+                        write_gradients(t, turn, dk, dv, scale, sequences > 0)
                     T.barrier_arrive(t.kv_empty)
                     turn = turn + 1
                     T.barrier_wait(t.k_full[0], phase(turn, 1))
@@ -221,9 +185,9 @@ def program(spec, allocate, issue_scores, step, add_tile):
                     kv_head = T.alloc_var("int32", init=0)
                     while kv_tile >= 0:
                         T.call_extern(
-                            "handle", f"{DEV}put_item<{BN}, {BM}>", T.address_of(t.item_s[slot(turn, ITEMS), 0]), tickets.data,
-                            batch, kv_heads_split, falling, deterministic, seqlen_q, seqlen_k, window_left, window_right,
-                            sequences, begins_q.data, ends_q.data, begins_k.data, ends_k.data, plan.data,
+                            "handle", f"{DEV}put_item<{BN}, {BM}, {D}>", T.address_of(t.item_s[slot(turn, ITEMS), 0]),
+                            tickets.data, batch, kv_heads_split, falling, deterministic, seqlen_q, seqlen_k, window_left,
+                            window_right, sequences, begins_q.data, ends_q.data, begins_k.data, ends_k.data, plan.data,
                         )
                         kv_tile = item(t, turn, "kv_tile")
                         if kv_tile < 0:

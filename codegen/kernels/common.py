@@ -63,9 +63,12 @@ def tile_loader(producer):
     def load(source, h, tiles_s, full, count, outer, inner, arrive=True):
         stages, rows, columns = tiles_s.shape
         at = slot(count, stages)
-        T.tma_copy(
-            source[outer, inner : inner + rows, h, 0:columns], tiles_s[at, :, :], barrier=full[at], leader_scope_threads=32
-        )
+        width = getattr(tiles_s, "columns_at_once", columns)  # of a part of the rows of a swizzled buffer, TMA takes 64
+        for c in T.unroll(columns // width):
+            T.tma_copy(
+                source[outer, inner : inner + rows, h, c * width : (c + 1) * width],
+                tiles_s[at, :, c * width : (c + 1) * width], barrier=full[at], leader_scope_threads=32,
+            )
         if arrive:
             if T.get_thread_binding() == producer:
                 T.barrier_arrive(full[at])

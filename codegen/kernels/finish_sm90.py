@@ -15,7 +15,7 @@ def build(spec):
     ROWS, D, dtype, f32 = spec.block_q, spec.head_dim, spec.dtype, T.float32
     outer, inner, heads, head_dim = (size(f"grad_{n}") for n in ("outer", "inner", "heads", "head_dim"))
     head_rows, tiles, parts, sequences = size("grad_head_rows"), size("grad_tiles"), size("grad_parts"), size("sequences")
-    halves = 2 if ROWS == 64 else 1  # how two warpgroups shared the tile: by columns, or by rows
+    halves = 2 if ROWS == 64 else 1  # how two warpgroups share the tile: by columns, or by rows
     width = D // halves
 
     @T.macro

@@ -13,10 +13,11 @@ __device__ __forceinline__ int tiles_down(int kv_tiles, bool falling, bool deter
 }
 
 // Draws a ticket and says what the item is, in the order of ITEM in codegen/kernels/backward_tiles.py. Where the work falls from
-// kv tile to kv tile, as many heads run side by side as fill the GPU with their long halves, tile by tile; else one head after
-// the other. The plan (csrc/sequences.cu) is a count and (sequence, its first place in the plan) for each kv tile. For a whole
-// warp, which may read `item` afterwards. (const int* tickets: TileLang sees no writes through it.)
-template <int block_q, int block_kv>
+// kv tile to kv tile, as many heads run side by side as fill the GPU with their long halves, tile by tile. Else one head follows
+// the other; in the order of tickets blocks of one head, which start together, would wait for each other, so that as many heads
+// run side by side as their dQ stays in L2. The plan (csrc/sequences.cu) is a count and (sequence, its first place in the plan)
+// for each kv tile. For a whole warp, which may read `item` afterwards. (const int* tickets: TileLang sees no writes through it.)
+template <int block_q, int block_kv, int head_dim>
 __device__ __forceinline__ void put_item(int* item, const int* tickets, int batch, int kv_heads_split, int falling,
                                          int deterministic, int seqlen_q, int seqlen_k, int window_left, int window_right,
                                          int sequences, const int* begins_q, const int* ends_q, const int* begins_k,
@@ -41,11 +42,10 @@ __device__ __forceinline__ void put_item(int* item, const int* tickets, int batc
     more = index < rows * ceil_divide(seqlen_k, block_kv);
   }
   const int tiles = max(ceil_divide(k_length, block_kv), 1), down = tiles_down(tiles, falling, deterministic);
-  int side_by_side = 1;
-  if (falling) {
-    const int enough = max(divide(gridDim.x, max(tiles / 2, 1)), 1);
-    side_by_side = ceil_divide(rows, max(divide(rows, enough), 1));
-  }
+  int enough = 1;
+  if (falling) enough = divide(gridDim.x, max(tiles / 2, 1));
+  else if (deterministic) enough = divide((40 << 20) / (head_dim * 4), max(q_length, 1));
+  const int side_by_side = ceil_divide(rows, max(divide(rows, max(enough, 1)), 1));
   const int section = divide(index, side_by_side * tiles);
   index -= section * side_by_side * tiles;
   const int width = min(side_by_side, rows - section * side_by_side), nth = divide(index, max(width, 1));
@@ -165,7 +165,7 @@ __device__ __forceinline__ void pass_turn(const int* states, int64_t at, int ran
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(states + at), "r"(rank + 1) : "memory");
 }
 
-// A warpgroup's half (N columns in all) of a 64-row dQ tile, added from registers to the workspace's accumulator order.
+// A warpgroup's half of N columns of a 64-row dQ tile, added from registers to the workspace's accumulator order.
 template <int N>
 __device__ __forceinline__ void add_dq(float* dq, const float* accum) {
   float* at = dq + (threadIdx.x >> 7) * (32 * N) + (threadIdx.x & 127) * 4;
@@ -177,15 +177,13 @@ __device__ __forceinline__ void add_dq(float* dq, const float* accum) {
   }
 }
 
-// Two warpgroups' accumulators of a [rows, N] tile to the workspace, in the order that backward_finish reads: for each 8 columns
-// 16 bytes of every thread. 128 rows are 64 of each warpgroup; of 64 rows each warpgroup has half of the columns.
+// Accumulators of a [rows, N] tile, of which a warpgroup has 64 rows, to the workspace in the order that backward_finish reads:
+// for each 8 columns 16 bytes of every thread.
 template <int rows, int N>
 __device__ __forceinline__ void store_accum(float* tile, const float* accum) {
-  constexpr int columns = rows == 128 ? N : N / 2;
-  float4* at =
-      reinterpret_cast<float4*>(tile) + (rows == 128 ? threadIdx.x : (threadIdx.x >> 7) * (N / 16 * 128) + (threadIdx.x & 127));
+  float4* at = reinterpret_cast<float4*>(tile) + (rows == 128 ? threadIdx.x : threadIdx.x % 128);
 #pragma unroll
-  for (int j = 0; j < columns / 8; ++j)
+  for (int j = 0; j < N / 8; ++j)
     at[j * rows * 2] = make_float4(accum[4 * j], accum[4 * j + 1], accum[4 * j + 2], accum[4 * j + 3]);
 }
 

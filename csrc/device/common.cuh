@@ -10,6 +10,8 @@ __device__ __forceinline__ int divide(int a, int b) {
   return static_cast<int>(static_cast<unsigned>(a) / static_cast<unsigned>(b));
 }
 
+__device__ __forceinline__ int remainder(int a, int b) { return a - divide(a, b) * b; }
+
 // Absolute error 1e-7, and 1e-6 relative near 0, where 1 - 2 / (e + 1) would cancel.
 __device__ __forceinline__ float accurate_tanh(float x) {
   const float square = x * x;

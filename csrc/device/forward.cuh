@@ -29,39 +29,59 @@ __device__ __forceinline__ int work_head_row(int index, int tiles, int head_rows
   return s * section + index - s * tiles * section - tile * section_width(section, head_rows, s);
 }
 
-// How many items there are: a packed batch's number of tiles is in the plan only.
-__device__ __forceinline__ int item_count(int items, const int* plan, int sequences, int heads) {
-  return sequences ? plan[0] * heads : items;
-}
-
-// Item `index` as the general kernel needs it, in the order of ITEM in codegen/kernels/forward_sm90.py. The plan
-// (csrc/sequences.cu) is a count and (sequence, its first place in the plan) for each query tile. For a whole warp, which may
-// read `item` afterwards.
+// The general kernel's next item, in the order of ITEM in codegen/kernels/forward_sm90.py: a split of the keys of a tile. The
+// same tile_rows rows of a kv head's group make head_tiles / kv_heads tiles. A batch's items come in the order above; packed
+// ones, of which only the device knows the lengths, by ticket, longest sequences first: the plan (csrc/sequences.cu) is a count,
+// the tickets drawn, and (sequence, its first place in the plan) for each tile of rows. For a whole warp, which may read `item`
+// afterwards. (const int* plan: TileLang sees no writes through it.)
 template <int block_q, int block_kv>
-__device__ __forceinline__ void put_item(int* item, int index, int head_rows, int heads, int group, int section,
-                                         int together_keys, int seqlen_q, int seqlen_k, int window_left, int window_right,
-                                         int sequences, const int* begins_q, const int* ends_q, const int* begins_k,
-                                         const int* ends_k, const int* plan) {
-  int q_begin = 0, q_length = seqlen_q, k_begin = 0, k_length = seqlen_k;
+__device__ __forceinline__ void put_item(int* item, int round, int blocks, int batch, int kv_heads, int group, int head_tiles,
+                                         int tile_rows, int splits, int section, int together_keys, int seqlen_q, int seqlen_k,
+                                         int window_left, int window_right, int sequences, const int* begins_q, const int* ends_q,
+                                         const int* begins_k, const int* ends_k, const int* plan) {
+  int index = 0, q_begin = 0, q_length = seqlen_q, k_begin = 0, k_length = seqlen_k, head_rows = batch * head_tiles;
+  const int group_tiles = divide(head_tiles, kv_heads);
+  int split = 0;
+  bool more;
   if (sequences) {
-    const int* place = plan + 2 + 2 * divide(index, heads);
-    const int s = place[0];
-    index -= place[1] * heads;
-    head_rows = heads;
-    q_begin = begins_q[s], q_length = ends_q[s] - q_begin, k_begin = begins_k[s], k_length = ends_k[s] - k_begin;
-    section = k_length <= together_keys ? heads : group;
+    if ((threadIdx.x & 31) == 0) index = atomicAdd(const_cast<int*>(plan) + 1, 1);
+    index = __shfl_sync(0xffffffffu, index, 0);
+    split = remainder(index, splits), index = divide(index, splits);
+    more = index < plan[0] * head_tiles;
+    if (more) {
+      const int* place = plan + 2 + 2 * divide(index, head_tiles);
+      const int s = place[0];
+      index -= place[1] * head_tiles;
+      head_rows = head_tiles;
+      q_begin = begins_q[s], q_length = ends_q[s] - q_begin, k_begin = begins_k[s], k_length = ends_k[s] - k_begin;
+      section = k_length <= together_keys ? head_tiles : group_tiles;
+    }
+  } else {
+    index = work_index<true>(round, blocks);
+    split = remainder(index, splits), index = divide(index, splits);
+    more = index < ceil_divide(seqlen_q, tile_rows) * head_rows;
   }
-  const int tiles = ceil_divide(q_length, block_q);
-  int tile = work_tile(index, tiles, head_rows, section);
-  const int row = work_head_row(index, tiles, head_rows, section, tile), batch = divide(row, heads);
-  tile = tiles - 1 - tile;                                    // long tiles first
-  const int diagonal = tile * block_q + k_length - q_length;  // the key at the diagonal of the tile's first row
+  const int tiles = ceil_divide(q_length, tile_rows), tile_heads = divide(block_q, tile_rows);
+  const int nth = work_tile(index, tiles, head_rows, section);
+  const int head_row = work_head_row(index, tiles, head_rows, section, nth), b = divide(head_row, head_tiles);
+  const int head_tile = head_row - b * head_tiles, kv_head = divide(head_tile, group_tiles);
+  const int in_group = (head_tile - kv_head * group_tiles) * tile_heads;
+  const int row = (tiles - 1 - nth) * tile_rows;  // long tiles first
+  int diagonal = row + k_length - q_length;       // the key at the diagonal of the tile's first row
   const int first = divide(max(diagonal - window_left, 0), block_kv);
-  const int end = ceil_divide(min(diagonal + block_q + window_right, k_length), block_kv);
+  const int of_tile = ceil_divide(min(diagonal + tile_rows + window_right, k_length), block_kv) - first;
+  const int end = divide(of_tile * (split + 1), splits), begin = min(divide(of_tile * split, splits), of_tile - 1);
+  if (begin >= end) diagonal = -(1 << 29);  // nothing is left for this split: a tile in which everything is hidden
+  const int n = max(end - begin, 1), last = first + begin + n - 1;
+  // Tiles up to this one hold only keys that all rows see on their right; and from this one on on their left.
+  const int all_right = divide(max(diagonal + window_right + 1, 0), block_kv) - 1;
+  const int all_left = ceil_divide(max(diagonal + tile_rows - 1 - window_left, 0), block_kv);
+  const int edge = min(max(last - all_right, 1), n);
   if ((threadIdx.x & 31) == 0) {
-    item[0] = tile, item[1] = batch, item[2] = row - batch * heads;
-    item[3] = q_begin, item[4] = q_length, item[5] = k_begin, item[6] = k_length;
-    item[7] = diagonal, item[8] = first, item[9] = end - first;
+    item[0] = row, item[1] = b, item[2] = kv_head * group + in_group, item[3] = min(tile_heads, group - in_group);
+    item[4] = q_begin, item[5] = q_length, item[6] = k_begin, item[7] = k_length;
+    item[8] = diagonal, item[9] = last, item[10] = more ? n : 0;
+    item[11] = edge, item[12] = min(max(last - all_left + 1, edge), n), item[13] = split;
   }
   __syncwarp();
 }
@@ -76,12 +96,24 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// Query head and row of the sequence, from the tile's first ones, of this thread's row r: a tile has tile_rows rows of each head.
+struct TileRow {
+  int head, row;
+
+  __device__ __forceinline__ TileRow(int r, int tile_rows) {
+    const int at = (threadIdx.x >> 5) * 16 + r * 8 + (threadIdx.x & 31) / 4;
+    head = divide(at, tile_rows), row = remainder(at, tile_rows);
+  }
+};
+
 // Ends the online softmax: row_sum becomes lse, rescale the factor for what was accumulated (0 for a row that saw no key). The
-// sink, in base 2, is one more logit without a value; -inf where there is none.
+// row's head's sink is one more logit without a value.
 __device__ __forceinline__ void finish_rows(const float* row_max, float* row_sum, float* rescale, float scale_log2,
-                                            float sink_log2) {
+                                            const float* sinks, int has_sinks, int first_head, int heads, int tile_rows) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
+    const int head = first_head + min(TileRow(r, tile_rows).head, heads - 1);
+    const float sink_log2 = has_sinks ? sinks[head] * 1.4426950408889634f : -INFINITY;
     const float top = row_max[r] == -INFINITY ? -INFINITY : row_max[r] * scale_log2;
     const float new_top = fmaxf(top, sink_log2), shift = new_top == -INFINITY ? 0.f : new_top;
     const float grown = exp2f(top - shift);
@@ -91,16 +123,15 @@ __device__ __forceinline__ void finish_rows(const float* row_max, float* row_sum
   }
 }
 
-__device__ __forceinline__ float sink_log2(const float* sinks, int head, int has_sinks) {
-  return has_sinks ? sinks[head] * 1.4426950408889634f : -INFINITY;
-}
-
-// lse of a warpgroup's 64 rows, those below `rows`.
-__device__ __forceinline__ void store_lse(float* lse, int64_t at, const float* row_lse, int rows) {
-  const int row = (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x & 31) / 4;
+// lse of the tile's rows below `rows` and heads below `heads`.
+__device__ __forceinline__ void store_lse(float* lse, int64_t head_stride, const float* row_lse, int rows, int heads,
+                                          int tile_rows) {
   if ((threadIdx.x & 3) != 0) return;
-  if (row < rows) lse[at + row] = row_lse[0];
-  if (row + 8 < rows) lse[at + row + 8] = row_lse[1];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const TileRow at(r, tile_rows);
+    if (at.row < rows && at.head < heads) lse[at.head * head_stride + at.row] = row_lse[r];
+  }
 }
 
 // One step of the online softmax (Milakov and Gimelshein 2018): scores become exp2(score * scale_log2 - max), row_max (of raw
@@ -201,6 +232,26 @@ __device__ __forceinline__ void store_rows(const float* accum, const float* fact
       }
       int column = g * 32 + quad_lane * 8;
       if (row < rows && column < columns) *reinterpret_cast<uint4*>(line + column * 2) = make_uint4(u[0], u[1], u[2], u[3]);
+    }
+  }
+}
+
+// A tile's output times `factor` to `out`, rows and heads as in store_lse: to float32 parts, or to 16 bit.
+template <int N, bool bf16, typename Out>
+__device__ __forceinline__ void store_heads(const float* accum, const float* factor, Out* out, int64_t seq_stride,
+                                            int64_t head_stride, int rows, int heads, int tile_rows, int columns) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const TileRow at(r, tile_rows);
+    if (at.row >= rows || at.head >= heads) continue;
+    Out* line = out + at.row * seq_stride + at.head * head_stride;
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j) {
+      const int column = j * 8 + (threadIdx.x & 3) * 2;
+      const float x = accum[j * 4 + 2 * r] * factor[r], y = accum[j * 4 + 2 * r + 1] * factor[r];
+      if (column >= columns) continue;
+      if constexpr (sizeof(Out) == sizeof(float)) *reinterpret_cast<float2*>(line + column) = make_float2(x, y);
+      else *reinterpret_cast<unsigned*>(line + column) = pack_pair<bf16>(x, y);
     }
   }
 }

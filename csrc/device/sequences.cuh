@@ -1,9 +1,9 @@
 // Where the rows of a sequence stand: in a batch of equal lengths, or packed one after the other (cu_seqlens).
 //
 // Packed, sequence s has the rows begins[s] ... ends[s] - 1 of all tokens. csrc/sequences.cu writes both arrays, in order and in
-// bounds whatever cu_seqlens holds; query rows that see no key, and keys of a sequence without queries, are cut off. TMA fills and
-// clips tiles at a sequence's end by the shape of the tensor map alone: it sees a token at [outer, inner] with outer + inner -
-// kRaggedRows = token and inner < kRaggedRows, so that a tile whose n-th row is the last of its sequence is taken at inner =
+// bounds whatever cu_seqlens holds; query rows that see no key, and keys of a sequence without queries, are cut off. TMA fills
+// and clips tiles at a sequence's end by the shape of the tensor map alone: it sees a token at [outer, inner] with outer + inner
+// - kRaggedRows = token and inner < kRaggedRows, so that a tile whose n-th row is the last of its sequence is taken at inner =
 // kRaggedRows - n. Tiles wholly behind a sequence must not be asked for: TMA then faults (seen on an H200), as if it looked up
 // inner = 0, which may lie before the tensor.
 #pragma once

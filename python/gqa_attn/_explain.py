@@ -27,7 +27,8 @@ class KernelChoice:
     registers: int  # of a compute thread
     smem_bytes: int  # dynamic shared memory of a block
     workspace_bytes: int  # allocated during the call
-    splits: int  # blocks that share a kv tile
+    tile_heads: int  # query heads whose rows share a tile
+    splits: int  # blocks that share the keys of a query tile; backward: the queries of a kv tile
     helpers: tuple[str, ...]  # kernels before and after the main one
     copies: tuple[str, ...]  # tensors that the op copies: kernels cannot read or write them as they are
     copies_bytes: int  # allocated for these, besides the workspace
@@ -43,8 +44,10 @@ class KernelChoice:
         ]
         if self.copies:
             lines.append(f"  copies     {self.copies_bytes} bytes for {', '.join(self.copies)}")
+        if self.tile_heads > 1:
+            lines.append(f"  heads      {self.tile_heads} query heads per tile")
         if self.splits > 1:
-            lines.append(f"  splits     {self.splits} blocks per kv tile")
+            lines.append(f"  splits     {self.splits} blocks per tile")
         if self.helpers:
             lines.append(f"  with       {', '.join(self.helpers)}")
         return "\n".join([*lines, f"  because    {self.reason}"])

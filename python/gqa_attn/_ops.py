@@ -121,7 +121,9 @@ def forward(*args):
         if deterministic is None or compiling and not _records(of_op):
             return fwd(*of_op)
         return GqaAttention.apply(*_distinct(args))
-    return _apply(GqaAttention, *of_op, torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return _apply(GqaAttention, *of_op, deterministic)
 
 
 def _records(args: list) -> bool:

@@ -7,6 +7,7 @@ from problems import DTYPES, TUNED, Inputs, Problem
 
 # Several query and kv tiles, none of them full, with rows that see no key where causal; packed: empty sequences and a tail.
 DENSE = dict(seqlen_q=137, seqlen_k=133)
+SHORT = dict(seqlen_q=3, seqlen_k=2300)  # in parts
 PACKED = dict(lengths=((70, 66), (0, 5), (3, 0), (137, 133)), tail=3)
 MASKS = [{}, {"causal": True}, {"window": (40, 9), "softcap": 20.0, "sinks": "float32"}]
 
@@ -17,7 +18,7 @@ def step(x: Inputs) -> None:
 
 
 def main() -> None:
-    for i, (dims, shape, mask, deterministic) in enumerate(product(TUNED, (DENSE, PACKED), MASKS, (False, True))):
+    for i, (dims, shape, mask, deterministic) in enumerate(product(TUNED, (DENSE, SHORT, PACKED), MASKS, (False, True))):
         problem = Problem(*dims, dtype=DTYPES[i // 2 % 2], batch=1, heads=4, kv_heads=1, dlse=True, deterministic=deterministic,
                           **shape, **mask)
         x = problem.inputs(0)
