@@ -112,7 +112,8 @@ def build(spec):
     @T.macro
     def cap(t, cap_scale):
         if spec.softcap:
-            T.call_extern("handle", f"{DEV}cap_scores<{BN // 2}>", t.s.data, cap_scale)
+            if cap_scale > 0:  # always: a branch keeps ptxas from mixing this with what stands around it, and from spilling
+                T.call_extern("handle", f"{DEV}cap_scores<{BN // 2}>", t.s.data, cap_scale)
 
     @T.macro
     def softmax(t, first, scale_log2):
