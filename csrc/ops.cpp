@@ -367,12 +367,13 @@ std::tuple<Tensor, Tensor> fwd(const Tensor& q, const Tensor& k, const Tensor& v
 
   Tensor out = tensors.like(q, problem.head_dim_v);
   Tensor lse = make_lse(problem, device);
-  Tensor workspace = allocate({selection.workspace_bytes}, aoti_torch_dtype_uint8(), 1, device);
+  std::optional<Tensor> workspace;
+  if (selection.workspace_bytes) workspace = allocate({selection.workspace_bytes}, aoti_torch_dtype_uint8(), 1, device);
   FwdArgs args;
   inputs.fill(args, options);
   args.out = view_of(out);
   args.lse = static_cast<float*>(lse.data_ptr());
-  args.workspace = workspace.data_ptr();
+  args.workspace = workspace ? workspace->data_ptr() : nullptr;
   launch_forward(problem, selection, args, current_stream(device));
   return {tensors.unpadded(out, last_size(v)), lse};
 }

@@ -90,7 +90,7 @@ struct CommonArgs {
   const float* sinks = nullptr;       // [heads], or null
   const int* cu_seqlens_q = nullptr;  // [sequences + 1], where packed
   const int* cu_seqlens_k = nullptr;
-  void* workspace = nullptr;  // Selection::workspace_bytes, 128-byte aligned
+  void* workspace = nullptr;  // Selection::workspace_bytes, 128-byte aligned; null where there are none
 };
 
 struct FwdArgs : CommonArgs {

@@ -128,19 +128,27 @@ int forward_splits(const Problem& p, const Kernel& kernel, int tile_heads) {
 
 bool work_falls(const Problem& p) { return p.window_right >= 0 && p.window_left < 0; }
 
-// Blocks that share a kv tile. The fewest that fill the GPU's last round of blocks to 90 %, and that, when causal and dQ as a
-// whole does not stay in L2, keep the float32 dQ tiles of the heads a block walks there (512: heads times head dim;
-// docs/kernels.md).
+// Blocks that share a kv tile. The fewest that keep the GPU busy to 90 %, and that, when causal and dQ as a whole does not stay
+// in L2, keep the float32 dQ tiles of the heads a block walks there (512: heads times head dim; docs/kernels.md).
 int backward_splits(const Problem& p, const Kernel& kernel) {
   const int64_t group = std::max<int64_t>(1, p.heads / p.kv_heads);
-  const int64_t tiles = ceil_div(p.seqlen_k, kernel.block_kv);
+  const Lengths lengths(p);
+  const int64_t tiles = ceil_div(lengths.keys, kernel.block_kv), rows = lengths.sequences * p.kv_heads;
   const bool falling = work_falls(p);
-  const int64_t blocks = (falling ? ceil_div(tiles, 2) : tiles) * p.kv_heads * p.batch;
   const bool spread = falling && p.batch * p.heads * p.seqlen_q * p.head_dim * 4 > kL2Bytes / 2;
+  const auto keeps_busy = [&](int64_t splits) {
+    if (!falling) {
+      const int64_t items = tiles * rows * splits;
+      return items * 10 >= ceil_div(items, p.num_sms) * p.num_sms * 9;
+    }
+    // A head's items take tiles, ..., 2, 1 steps. Given out longest first, they end within a short one of each other.
+    const double share = 0.5 * static_cast<double>(tiles * (tiles + 1)) * static_cast<double>(rows * splits) / p.num_sms;
+    return share >= 0.9 * std::max(share + 1, static_cast<double>(tiles));
+  };
   for (int64_t splits = 1; splits < group; ++splits) {
-    if (group % splits) continue;
-    const int64_t grid = blocks * splits, rounds = ceil_div(grid, p.num_sms);
-    if (grid * 10 >= rounds * p.num_sms * 9 && (!spread || group / splits * p.head_dim <= 512)) return static_cast<int>(splits);
+    if (group % splits == 0 && keeps_busy(splits) && (!spread || group / splits * p.head_dim <= 512)) {
+      return static_cast<int>(splits);
+    }
   }
   return static_cast<int>(group);
 }

@@ -117,6 +117,27 @@ def test_backward_choice():
     assert choice["reason"]
 
 
+SQUARE = dict(batch=2, seqlen_q=4096, seqlen_k=4096, heads=32, kv_heads=8)
+SEED = dict(batch=8, seqlen_q=1024, seqlen_k=1024, heads=32, kv_heads=2, head_dim=192)
+
+
+@needs_all_kernels
+@pytest.mark.parametrize("change, splits", [
+    ({}, 1), (dict(causal=False), 1),
+    (SEED | dict(causal=False), 1),
+    (SEED, 8),                                                # dQ of more heads falls out of L2
+    (dict(kv_heads=1), 8), (dict(batch=1, seqlen_q=8192, seqlen_k=8192, heads=64), 2),
+    (dict(batch=1, seqlen_q=1024, seqlen_k=1024), 4),         # 8 tiles of 8 kv heads do not fill the GPU
+    (dict(batch=1, seqlen_q=1024, seqlen_k=1024, causal=False), 2),
+    (dict(batch=9, seqlen_q=1024, seqlen_k=1024), 1),         # 2,592 steps: 20 for each SM, and a short one
+    (dict(batch=5, seqlen_q=1024, seqlen_k=1024, head_dim=64, head_dim_v=64), 1),
+    (dict(batch=1, sequences=9, seqlen_q=9 * 1024, seqlen_k=9 * 1024), 1),
+    (dict(batch=1, sequences=1, seqlen_q=1024, seqlen_k=1024), 4),
+], ids=str)
+def test_blocks_share_a_kv_tile_where_the_gpu_would_idle_or_dq_leave_the_cache(change, splits):
+    assert _C.select("backward", **PROBLEM | SQUARE | change)["splits"] == splits
+
+
 @needs_all_kernels
 def test_workspace_is_linear_in_the_lengths():
     """It never holds Sq x Sk: twice both lengths, at most twice the bytes and a tile."""

@@ -1,4 +1,5 @@
 """explain tells the memory that a call takes: results, workspace and copies, to a few bytes."""
+import gc
 from dataclasses import replace
 
 import gqa_attn
@@ -14,6 +15,7 @@ SLACK = 4096  # bytes: device-side lists of packed sequences, dsinks
 
 def requested_bytes(call) -> int:
     """Memory that a call asks the allocator for at its peak, its results included."""
+    gc.collect()  # what an earlier test left would be freed in the middle
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()
     results = call()
