@@ -96,6 +96,8 @@ def main() -> None:
         if failure := try_problem(number):
             failures += 1
             print(failure, flush=True)
+            if "CUDA error" in failure:
+                sys.exit(f"stopped at problem {number}: after such an error nothing runs in this process")
     print(f"{failures} of {arguments.problems} problems failed, {time.monotonic() - start:.0f} s")
     sys.exit(min(1, failures))
 
