@@ -6,6 +6,7 @@ import argparse
 import random
 import sys
 import time
+import traceback
 from pathlib import Path
 
 if __name__ == "__main__":  # pytest finds reference.py by itself
@@ -79,7 +80,8 @@ def try_problem(number: int) -> str:
     except Exception as error:  # of any kind: the others shall run, too
         laid_out = ", ".join(f"{name} {layout.__name__}" for name, layout in layouts.items())
         return (f"python tests/gpu/fuzz.py --device {problems.DEVICE} --problems 1 --first {number}\n    {problem!r}\n"
-                f"    {laid_out or 'contiguous'}\n    {type(error).__name__}: {str(error).strip()[:1500]}")
+                f"    {laid_out or 'contiguous'}\n    {type(error).__name__}: {str(error).strip()[:1500]}\n"
+                + "".join(traceback.format_tb(error.__traceback__)[-3:]))
     return ""
 
 
@@ -96,7 +98,7 @@ def main() -> None:
         if failure := try_problem(number):
             failures += 1
             print(failure, flush=True)
-            if "CUDA error" in failure:
+            if "CUDA error" in failure or "illegal memory access" in failure:
                 sys.exit(f"stopped at problem {number}: after such an error nothing runs in this process")
     print(f"{failures} of {arguments.problems} problems failed, {time.monotonic() - start:.0f} s")
     sys.exit(min(1, failures))
