@@ -80,6 +80,13 @@ def plain(case: Case, **changes) -> Side:
     return Side(op_calls(*case.tensors(), causal=case.causal), case.flops("fwd"))
 
 
+def rectangular(case: Case, seqlen_q: int, seqlen_k: int) -> list[torch.Tensor]:
+    """q, k, v and dout of the case with lengths of their own for queries and keys."""
+    q, _, _, dout = replace(case, seqlen=seqlen_q).tensors()
+    _, k, v, _ = replace(case, seqlen=seqlen_k).tensors()
+    return [q, k, v, dout]
+
+
 def window(timer: Timer) -> Iterator[Row]:
     """Time against causal."""
     for case in named("llama8b_16k"):
@@ -183,20 +190,18 @@ def lengths(timer: Timer) -> Iterator[Row]:
         others = {f"S {seqlen}, {case.name}": plain(case, seqlen=seqlen) for seqlen in (4000, 4095, 4097)}
         if not case.causal:  # as many pairs of a query and a key
             for seqlen_q, seqlen_k in ((2048, 8192), (8192, 2048)):
-                q, _, _, dout = replace(case, seqlen=seqlen_q).tensors()
-                _, k, v, _ = replace(case, seqlen=seqlen_k).tensors()
-                others[f"Sq {seqlen_q}, Sk {seqlen_k}, {case.name}"] = Side(op_calls(q, k, v, dout), case.flops("fwd"))
+                x = rectangular(case, seqlen_q, seqlen_k)
+                others[f"Sq {seqlen_q}, Sk {seqlen_k}, {case.name}"] = Side(op_calls(*x), case.flops("fwd"))
         yield from rows(costs(timer, plain(case), others), Bar(high=1.05))
 
 
 def short_queries(timer: Timer) -> Iterator[Row]:
     """Bytes of q, k, v and out per time against a copy's, which moves each byte twice, at 32:8 heads and d128."""
     for batch, seqlen_q, seqlen_k in SHORT_QUERIES:
-        q, _, _, dout = Case("", batch, seqlen_q, 32, 8, 128, 128, True, BF16).tensors()
-        _, k, v, _ = Case("", batch, seqlen_k, 32, 8, 128, 128, True, BF16).tensors()
-        moved = sum(each.numel() * each.element_size() for each in (q, k, v, dout))
-        source = torch.empty(COPY_BYTES, dtype=torch.int8, device=q.device)
-        ms = timer({"fwd": partial(torch.ops.gqa_attn.fwd, q, k, v, causal=True),
+        *qkv, dout = rectangular(Case("", batch, seqlen_k, 32, 8, 128, 128, True, BF16), seqlen_q, seqlen_k)
+        moved = sum(each.numel() * each.element_size() for each in (*qkv, dout))
+        source = torch.empty(COPY_BYTES, dtype=torch.int8, device=dout.device)
+        ms = timer({"fwd": partial(torch.ops.gqa_attn.fwd, *qkv, causal=True),
                     "copy": partial(torch.empty_like(source).copy_, source)})
         share = moved / ms["fwd"] / (2 * source.numel() / ms["copy"])
         what = f"share of copy bandwidth, B {batch} Sq {seqlen_q} Sk {seqlen_k} fwd"
