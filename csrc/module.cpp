@@ -94,6 +94,7 @@ py::dict select_kernels(const std::string& phase, const std::string& dtype, int6
   if (const char* refusal = too_large(problem)) throw py::value_error(refusal);
   Selection selection;
   try {
+    problem = with_padding(problem, phase == "forward" ? Phase::forward : Phase::backward);
     selection = phase == "forward" ? select_forward(problem) : select_backward(problem);
   } catch (const std::runtime_error& error) {
     PyErr_SetString(PyExc_NotImplementedError, error.what());
@@ -108,7 +109,7 @@ py::dict select_kernels(const std::string& phase, const std::string& dtype, int6
   result["section"] = selection.section;
   result["splits"] = selection.splits;
   result["workspace_bytes"] = selection.workspace_bytes;
-  result["reason"] = selection.reason;
+  result["reason"] = reason(problem, selection);
   return result;
 }
 

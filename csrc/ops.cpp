@@ -198,9 +198,9 @@ std::array<int64_t, 3> view_strides(const Tensor& tensor) {
   return result;
 }
 
-bool needs_copy(const Tensor& tensor) {
+bool needs_copy(const Tensor& tensor, int64_t head_dim) {
   const int64_t last = tensor.dim() - 1;
-  if (tensor.size(last) % row_elements != 0 || tensor.stride(last) != 1) return true;
+  if (tensor.size(last) != head_dim || tensor.stride(last) != 1) return true;
   if (reinterpret_cast<uintptr_t>(tensor.data_ptr()) % row_alignment != 0) return true;
   for (int64_t stride : view_strides(tensor)) {
     if (stride % row_elements != 0) return true;
@@ -219,14 +219,14 @@ class Tensors {
   Tensors(ScalarType dtype, int32_t device)
       : dtype_(dtype == ScalarType::Half ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16()), device_(device) {}
 
-  // `tensor` itself where kernels can read it, else a copy with its head dim padded by zeros.
-  Tensor readable(const Tensor& tensor) const {
-    if (!needs_copy(tensor)) return tensor;
-    const int64_t head_dim = last_size(tensor), padded = padded_head_dim(head_dim);
-    Tensor result = like(tensor, padded);
-    copy(head_dim_slice(result, 0, head_dim), tensor);
-    if (padded > head_dim) {
-      Tensor tail = head_dim_slice(result, head_dim, padded);
+  // `tensor` itself where kernels can read it as one of this head dim, else a copy, padded by zeros.
+  Tensor readable(const Tensor& tensor, int64_t head_dim) const {
+    if (!needs_copy(tensor, head_dim)) return tensor;
+    const int64_t given = last_size(tensor);
+    Tensor result = like(tensor, head_dim);
+    copy(head_dim_slice(result, 0, given), tensor);
+    if (head_dim > given) {
+      Tensor tail = head_dim_slice(result, given, head_dim);
       torch::stable::zero_(tail);
     }
     return result;
@@ -283,11 +283,12 @@ const float* floats(const std::optional<Tensor>& tensor) {
 
 // q, k, v and the options as kernels take them.
 struct Inputs {
-  Inputs(const Tensors& tensors, const Tensor& q, const Tensor& k, const Tensor& v, const Options& options, int32_t device)
+  Inputs(const Tensors& tensors, const Problem& problem, const Tensor& q, const Tensor& k, const Tensor& v,
+         const Options& options, int32_t device)
       : signed_scale(options.scale.value_or(1.0 / std::sqrt(static_cast<double>(last_size(q))))),
-        q(tensors.readable(signed_like(q, signed_scale))),
-        k(tensors.readable(k)),
-        v(tensors.readable(v)) {
+        q(tensors.readable(signed_like(q, signed_scale), problem.head_dim)),
+        k(tensors.readable(k, problem.head_dim)),
+        v(tensors.readable(v, problem.head_dim_v)) {
     if (options.sinks) sinks = float_rows(*options.sinks, device);
     if (options.cu_seqlens_q) {
       cu_seqlens_q = contiguous_ints(*options.cu_seqlens_q, device);
@@ -321,18 +322,18 @@ struct Inputs {
   std::optional<Tensor> sinks, cu_seqlens_q, cu_seqlens_k;
 };
 
-Problem problem_of(const Inputs& inputs, const Options& options, int32_t device) {
+Problem problem_of(Phase phase, const Tensor& q, const Tensor& k, const Tensor& v, const Options& options, int32_t device) {
   const DeviceLimits& limits = limits_of(device);
-  const int64_t first = inputs.q.dim() - 3;  // of seqlen, heads, head dim
+  const int64_t first = q.dim() - 3;  // of seqlen, heads, head dim
   Problem problem;
-  problem.dtype = inputs.q.scalar_type() == ScalarType::Half ? DType::float16 : DType::bfloat16;
-  problem.batch = first ? inputs.q.size(0) : 1;
-  problem.seqlen_q = inputs.q.size(first);
-  problem.seqlen_k = inputs.k.size(first);
-  problem.heads = inputs.q.size(first + 1);
-  problem.kv_heads = inputs.k.size(first + 1);
-  problem.head_dim = last_size(inputs.q);
-  problem.head_dim_v = last_size(inputs.v);
+  problem.dtype = q.scalar_type() == ScalarType::Half ? DType::float16 : DType::bfloat16;
+  problem.batch = first ? q.size(0) : 1;
+  problem.seqlen_q = q.size(first);
+  problem.seqlen_k = k.size(first);
+  problem.heads = q.size(first + 1);
+  problem.kv_heads = k.size(first + 1);
+  problem.head_dim = padded_head_dim(last_size(q));
+  problem.head_dim_v = padded_head_dim(last_size(v));
   set_window(problem, options.window_left, options.causal ? 0 : options.window_right);
   problem.softcap = options.softcap > 0;
   problem.packed = options.cu_seqlens_q.has_value();
@@ -341,7 +342,7 @@ Problem problem_of(const Inputs& inputs, const Options& options, int32_t device)
   if (const char* refusal = too_large(problem)) throw std::runtime_error(refusal);
   problem.arch = limits.arch;
   problem.num_sms = limits.num_sms;
-  return problem;
+  return with_padding(problem, phase);
 }
 
 // lse [B, Hq, Sq] or [Hq, Tq]
@@ -361,8 +362,8 @@ std::tuple<Tensor, Tensor> fwd(const Tensor& q, const Tensor& k, const Tensor& v
   int32_t device = q.get_device_index();
   torch::stable::accelerator::DeviceGuard guard(device);
   Tensors tensors(q.scalar_type(), device);
-  Inputs inputs(tensors, q, k, v, options, device);
-  Problem problem = problem_of(inputs, options, device);
+  Problem problem = problem_of(Phase::forward, q, k, v, options, device);
+  Inputs inputs(tensors, problem, q, k, v, options, device);
   Selection selection = select_forward(problem);
 
   Tensor out = tensors.like(q, problem.head_dim_v);
@@ -396,14 +397,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(const Tensor& dout, const Tensor&
   int32_t device = q.get_device_index();
   torch::stable::accelerator::DeviceGuard guard(device);
   Tensors tensors(q.scalar_type(), device);
-  Inputs inputs(tensors, q, k, v, options, device);
-  Tensor readable_out = tensors.readable(out);
-  Tensor readable_dout = tensors.readable(dout);
+  Problem problem = problem_of(Phase::backward, q, k, v, options, device);
+  problem.deterministic = deterministic;
+  Inputs inputs(tensors, problem, q, k, v, options, device);
+  Tensor readable_out = tensors.readable(out, problem.head_dim_v);
+  Tensor readable_dout = tensors.readable(dout, problem.head_dim_v);
   Tensor lse_rows = float_rows(lse, device);
   std::optional<Tensor> dlse_rows;
   if (dlse) dlse_rows = float_rows(*dlse, device);
-  Problem problem = problem_of(inputs, options, device);
-  problem.deterministic = deterministic;
   Selection selection = select_backward(problem);
 
   Tensor dq = tensors.like(q, problem.head_dim);

@@ -70,6 +70,9 @@ const Kernel* find_finish(const Problem& problem, int rows, int head_dim) {
   refuse(Phase::backward_finish, problem);
 }
 
+// Columns of a TMA box: those that a swizzled row holds.
+int box_columns(int tile_columns) { return tile_columns % 64 == 0 ? 64 : 32; }
+
 constexpr int64_t kL2Bytes = 64 << 20;  // of K and V that still hit in an H100's or H200's 50 to 60 MB, with some luck
 
 // Keys of a batch element, or sequence, whose K and V stay in L2 for all kv heads.
@@ -155,6 +158,17 @@ int backward_splits(const Problem& p, const Kernel& kernel) {
 
 }  // namespace
 
+Problem with_padding(Problem problem, Phase phase) {
+  if (!problem.packed) return problem;
+  const Kernel& kernel = *require(phase, problem, mask_of(problem), problem.softcap);
+  const auto pad = [](int64_t& head_dim, int columns) {
+    if (head_dim <= columns - box_columns(columns)) head_dim = columns;
+  };
+  pad(problem.head_dim, kernel.head_dim);
+  pad(problem.head_dim_v, kernel.head_dim_v);
+  return problem;
+}
+
 Selection select_forward(const Problem& problem) {
   Selection selection;
   const Mask mask = mask_of(problem);
@@ -173,16 +187,6 @@ Selection select_forward(const Problem& problem) {
   selection.section = forward_section(problem, selection.head_tiles);
   selection.together_keys = keys_in_l2(problem);
   selection.workspace_bytes = forward_workspace(problem, selection, nullptr).bytes;
-  std::ostringstream reason;
-  reason << name_of(mask) << " mask, least padding of head dims " << dims(problem.head_dim, problem.head_dim_v);
-  if (selection.tile_heads > 1) reason << "; " << selection.tile_heads << " query heads share a tile: few rows each";
-  if (selection.splits > 1) reason << "; " << selection.splits << " blocks share the keys of a tile, to fill the GPU";
-  if (problem.packed) {
-    reason << "; longest sequences first, their heads together up to " << selection.together_keys << " keys";
-  } else {
-    reason << "; " << selection.section << " of " << problem.batch * selection.head_tiles << " head rows walked together";
-  }
-  selection.reason = reason.str();
   return selection;
 }
 
@@ -199,14 +203,28 @@ Selection select_backward(const Problem& problem) {
     selection.finish_dv = find_finish(problem, main.block_kv, main.head_dim_v);
   }
   selection.workspace_bytes = backward_workspace(problem, selection, nullptr).bytes;
-  std::ostringstream reason;
-  reason << "least padding of head dims " << dims(problem.head_dim, problem.head_dim_v) << "; " << selection.splits
+  return selection;
+}
+
+std::string reason(const Problem& problem, const Selection& selection) {
+  std::ostringstream text;
+  if (selection.main->phase == Phase::forward) {
+    text << name_of(mask_of(problem)) << " mask, least padding of head dims " << dims(problem.head_dim, problem.head_dim_v);
+    if (selection.tile_heads > 1) text << "; " << selection.tile_heads << " query heads share a tile: few rows each";
+    if (selection.splits > 1) text << "; " << selection.splits << " blocks share the keys of a tile, to fill the GPU";
+    if (problem.packed) {
+      text << "; longest sequences first, their heads together up to " << selection.together_keys << " keys";
+    } else {
+      text << "; " << selection.section << " of " << problem.batch * selection.head_tiles << " head rows walked together";
+    }
+  } else {
+    text << "least padding of head dims " << dims(problem.head_dim, problem.head_dim_v) << "; " << selection.splits
          << (selection.splits > 1 ? " blocks share a kv tile, to fill the GPU and keep dQ in L2"
                                   : " block owns a kv tile: they fill the GPU")
          << (selection.falling ? "; long kv tiles first" : "");
-  if (problem.deterministic) reason << "; dQ added in the order of tickets";
-  selection.reason = reason.str();
-  return selection;
+    if (problem.deterministic) text << "; dQ added in the order of tickets";
+  }
+  return text.str();
 }
 
 }  // namespace gqa_attn

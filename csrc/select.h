@@ -20,11 +20,18 @@ struct Selection {
   int splits = 1;             // blocks that share the keys of a query tile; backward: a kv tile, each for some query heads
   bool falling = false;       // backward: the first kv tiles of a head are the most work, and come first
   int64_t workspace_bytes = 0;
-  std::string reason;  // one line, for explain
 };
+
+// The problem with head dims that its kernels can take. TMA fills columns behind the head dim with zeros, but looks up the map's
+// start for a box of them, which need not be memory where sequences are packed (device/sequences.cuh): such a head dim is padded,
+// by a copy, to the kernel's. `phase` is forward or backward; throws as selection does.
+Problem with_padding(Problem problem, Phase phase);
 
 // Throws std::runtime_error with required, supported and missing where this build has no kernel.
 Selection select_forward(const Problem& problem);
 Selection select_backward(const Problem& problem);
+
+// Why, in one line, for explain.
+std::string reason(const Problem& problem, const Selection& selection);
 
 }  // namespace gqa_attn

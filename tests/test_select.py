@@ -197,3 +197,21 @@ def test_problems_beyond_32_bits_are_refused(sizes):
     for phase in ("forward", "backward"):
         with pytest.raises(ValueError, match=r"must be below 2\*\*31"):
             _C.select(phase, **PROBLEM | sizes)
+
+
+@needs_all_kernels
+@pytest.mark.parametrize("head_dim, head_dim_v, padded", [
+    (144, 208, "256/208"),  # tiles of 256 columns in boxes of 64: those from 192 on would be empty
+    (200, 64, "200/256"),
+    (136, 136, "136/136"),
+    (64, 96, "96/96"),  # in boxes of 32
+    (72, 96, "72/96"),
+    (128, 192, "192/192"),
+    (8, 8, "8/8"),
+])
+def test_packed_head_dims_leave_no_box_empty(head_dim, head_dim_v, padded):
+    """TMA would look up memory before the tensor (select.h); a batch's tensor maps start at the tensor."""
+    for phase in ("forward", "backward"):
+        problem = PROBLEM | dict(batch=1, head_dim=head_dim, head_dim_v=head_dim_v)
+        assert f"head dims {padded}" in _C.select(phase, **problem, sequences=1)["reason"]
+        assert f"head dims {head_dim}/{head_dim_v}" in _C.select(phase, **problem)["reason"]

@@ -4,8 +4,9 @@
 // bounds whatever cu_seqlens holds; query rows that see no key, and keys of a sequence without queries, are cut off. TMA fills
 // and clips tiles at a sequence's end by the shape of the tensor map alone: it sees a token at [outer, inner] with outer + inner
 // - kRaggedRows = token and inner < kRaggedRows, so that a tile whose n-th row is the last of its sequence is taken at inner =
-// kRaggedRows - n. Tiles wholly behind a sequence must not be asked for: TMA then faults (seen on an H200), as if it looked up
-// inner = 0, which may lie before the tensor.
+// kRaggedRows - n. A box that lies wholly outside in any dim must not be asked for: TMA then looks up the map's start (seen on an
+// H200), which may not be memory, being kRaggedRows before the tensor. So no tile starts behind its sequence, and head dims that
+// leave a box of columns empty are padded (with_padding of select.h).
 #pragma once
 
 #include "common.cuh"

@@ -111,6 +111,8 @@ def autocast(q, k, v, sinks):
 
 
 def window_sizes(window: tuple[int, int]) -> tuple[int, int]:
-    if isinstance(window, (tuple, list)) and len(window) == 2 and all(isinstance(size, int) for size in window):
-        return window[0], window[1]
+    if isinstance(window, (tuple, list)) and len(window) == 2:
+        left, right = window
+        if isinstance(left, int) and isinstance(right, int):
+            return left, right
     raise _rules.ArgumentTypeError(f"window must be two ints (left, right), -1 for no limit, got {window!r}")

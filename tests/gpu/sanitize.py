@@ -1,4 +1,5 @@
 """One small odd shape per kernel family, forward and backward, for compute-sanitizer; run.py --sanitizer runs it."""
+from collections.abc import Iterator
 from itertools import product
 
 import gqa_attn  # noqa: F401  registers the ops
@@ -9,7 +10,7 @@ from problems import DTYPES, TUNED, Inputs, Problem
 DENSE = dict(seqlen_q=137, seqlen_k=133)
 SHORT = dict(seqlen_q=3, seqlen_k=2300)  # in parts
 PACKED = dict(lengths=((70, 66), (0, 5), (3, 0), (137, 133)), tail=3)
-PADDED = [(144, 208), (68, 211), (56, 152)]  # TMA loads whole boxes of zeros: columns beyond these
+PADDED = [(144, 208), (68, 211), (56, 152), (64, 96), (200, 64)]  # q and k or v are far narrower than a tile
 MASKS = [{}, {"causal": True}, {"window": (40, 9), "softcap": 20.0, "sinks": "float32"}]
 
 
@@ -18,11 +19,15 @@ def step(x: Inputs) -> None:
     torch.cuda.synchronize()
 
 
-def main() -> None:
+def problems() -> Iterator[Problem]:
     shapes = [*product(TUNED, (DENSE, SHORT, PACKED)), *product(PADDED, (PACKED,))]
     for i, ((dims, shape), mask, deterministic) in enumerate(product(shapes, MASKS, (False, True))):
-        problem = Problem(*dims, dtype=DTYPES[i // 2 % 2], batch=1, heads=4, kv_heads=1, dlse=True, deterministic=deterministic,
-                          **shape, **mask)
+        yield Problem(*dims, dtype=DTYPES[i // 2 % 2], batch=1, heads=4, kv_heads=1, dlse=True, deterministic=deterministic,
+                      **shape, **mask)
+
+
+def main() -> None:
+    for problem in problems():
         x = problem.inputs(0)
         step(x)
         if problem.lengths is not None:  # out of order and out of range
