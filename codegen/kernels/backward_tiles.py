@@ -19,7 +19,7 @@ DQ_THREADS = 2  # each the first of a warp behind the TMA warp; they take q tile
 # What put_item of csrc/device/backward.cuh says about an item. No kv_tile (-1): there is nothing more to do.
 ITEM = (
     "kv_tile", "b", "h_split", "k_begin", "k_length", "kv_base", "q_begin", "q_length", "q_base", "first_q", "end_q", "start_q",
-    "sends_dq", "start_bound", "first_bound", "last_bound", "keys",
+    "sends_dq", "start_bound", "first_bound", "last_bound", "keys", "down",
 )
 
 
@@ -52,11 +52,11 @@ def tile_macros(spec):
         if cap_scale > 0:  # always: a branch keeps ptxas from mixing this with what stands around it, and from spilling
             T.call_extern("handle", f"{DEV}cap_scores<{BN // 2}>", t.s.data, cap_scale)
 
-    def dq_rank(t, turn, q_tile, window_left, window_right, falling, deterministic):
+    def dq_rank(t, turn, q_tile, window_left, window_right, deterministic):
         """The item's turn at a dQ tile; -1 where the order does not matter."""
         return T.call_extern(
             "int32", f"{DEV}dq_rank<{BN}, {BM}>", T.address_of(t.item_s[slot(turn, ITEMS), 0]), q_tile, window_left,
-            window_right, falling, deterministic,
+            window_right, deterministic,
         )
 
     return SimpleNamespace(hide=hide, cap=cap, dq_rank=dq_rank)
@@ -242,7 +242,7 @@ def program(spec, allocate, clear, issue_scores, step, write_parts, write_gradie
                             for visit in T.unroll(first, end, unroll_factor=1):
                                 if count % DQ_THREADS == parity:
                                     at = (T.Cast("int64", row) * (padded // BN) + q_base + q_tile) * (BN // 64)
-                                    rank = tiles.dq_rank(t, turn, q_tile, window_left, window_right, falling, deterministic)
+                                    rank = tiles.dq_rank(t, turn, q_tile, window_left, window_right, deterministic)
                                     add_tile(t, turn, count, dq_accum, row, q_base + q_tile, dq_state, at, rank, deterministic)
                                 count = count + 1
                                 q_tile = q_tile + 1

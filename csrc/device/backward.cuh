@@ -5,18 +5,16 @@
 
 namespace gqa_attn::device {
 
-// The kv tiles of a head that come first, from the last of them down; the others follow, upwards. Long tiles first balances best.
-// To add in the order of tickets, the long half must come from its shortest tile on: a block starts at its diagonal and meets
-// there, later, those that started above, so that nobody waits. The short half starts as the long one ends, apart by as much.
-__device__ __forceinline__ int tiles_down(int kv_tiles, bool falling, bool deterministic) {
-  return falling && deterministic ? kv_tiles / 2 : 0;
-}
-
 // Draws a ticket and says what the item is, in the order of ITEM in codegen/kernels/backward_tiles.py. Where the work falls from
 // kv tile to kv tile, as many heads run side by side as fill the GPU with their long halves, tile by tile. Else one head follows
 // the other; in the order of tickets blocks of one head, which start together, would wait for each other, so that as many heads
 // run side by side as their dQ stays in L2. The plan (csrc/sequences.cu) is a count and (sequence, its first place in the plan)
 // for each kv tile. For a whole warp, which may read `item` afterwards. (const int* tickets: TileLang sees no writes through it.)
+//
+// `down` of a head's tiles come first, from the last of them on; the others follow, upwards. Long tiles first balances best. To
+// add in the order of tickets they should come last: a block starts at its diagonal and meets there, one query tile later, what
+// the blocks above have left, so that nobody waits. What is too close to the end to be evened out compromises: the long half so,
+// then the short half, long ones first; blocks start as those of the long half end and wait a little (model: docs/kernels.md).
 template <int block_q, int block_kv, int head_dim>
 __device__ __forceinline__ void put_item(int* item, const int* tickets, int batch, int kv_heads_split, int falling,
                                          int deterministic, int seqlen_q, int seqlen_k, int window_left, int window_right,
@@ -27,27 +25,28 @@ __device__ __forceinline__ void put_item(int* item, const int* tickets, int batc
   index = __shfl_sync(0xffffffffu, index, 0);
 
   int q_begin = 0, q_length = seqlen_q, q_base = 0, k_begin = 0, k_length = seqlen_k, kv_base = 0, rows = batch * kv_heads_split;
-  bool more;
+  const int items = kv_heads_split * (sequences ? plan[0] : batch * ceil_divide(seqlen_k, block_kv));
+  const bool more = index < items;
+  int behind = items;  // from this sequence's first one on
   if (sequences) {
-    more = index < plan[0] * kv_heads_split;
     if (more) {
       const int* place = plan + 2 + 2 * divide(index, kv_heads_split);
       const int s = place[0];
-      index -= place[1] * kv_heads_split;
+      index -= place[1] * kv_heads_split, behind -= place[1] * kv_heads_split;
       rows = kv_heads_split;
       q_begin = begins_q[s], q_length = ends_q[s] - q_begin, k_begin = begins_k[s], k_length = ends_k[s] - k_begin;
       q_base = first_tile(q_begin, s, block_q), kv_base = first_tile(k_begin, s, block_kv);
     }
-  } else {
-    more = index < rows * ceil_divide(seqlen_k, block_kv);
   }
-  const int tiles = max(ceil_divide(k_length, block_kv), 1), down = tiles_down(tiles, falling, deterministic);
+  const int tiles = max(ceil_divide(k_length, block_kv), 1);
   int enough = 1;
   if (falling) enough = divide(gridDim.x, max(tiles / 2, 1));
   else if (deterministic) enough = divide((40 << 20) / (head_dim * 4), max(q_length, 1));
   const int side_by_side = ceil_divide(rows, max(divide(rows, max(enough, 1)), 1));
   const int section = divide(index, side_by_side * tiles);
-  index -= section * side_by_side * tiles;
+  index -= section * side_by_side * tiles, behind -= (section + 1) * side_by_side * tiles;
+  const bool evened_out = !falling || (behind > 0 && items >= 7 * static_cast<int>(gridDim.x));
+  const int down = !deterministic ? 0 : evened_out ? tiles : tiles / 2;
   const int width = min(side_by_side, rows - section * side_by_side), nth = divide(index, max(width, 1));
   const int row = section * side_by_side + index - nth * width, kv_tile = nth < down ? down - 1 - nth : nth;
   const int b = divide(row, kv_heads_split);
@@ -71,7 +70,7 @@ __device__ __forceinline__ void put_item(int* item, const int* tickets, int batc
     item[9] = first, item[10] = end, item[11] = start, item[12] = seen;
     const int bound = offset + window_right - first_key;  // of query tile 0
     item[13] = bound + start * block_q, item[14] = bound + first * block_q, item[15] = bound + (end - 1) * block_q;
-    item[16] = k_length - 1 - first_key;
+    item[16] = k_length - 1 - first_key, item[17] = down;
   }
   __syncwarp();
 }
@@ -79,12 +78,11 @@ __device__ __forceinline__ void put_item(int* item, const int* tickets, int batc
 // The item's place among those that add to a dQ tile, in the order of tickets; -1 where the order does not matter, or where it
 // adds nothing but zeros.
 template <int block_q, int block_kv>
-__device__ __forceinline__ int dq_rank(const void* item_s, int q_tile, int window_left, int window_right, int falling,
-                                       int deterministic) {
+__device__ __forceinline__ int dq_rank(const void* item_s, int q_tile, int window_left, int window_right, int deterministic) {
   const int* item = static_cast<const int*>(item_s);
   if (!deterministic || !item[12]) return -1;
-  const int kv_tile = item[0], k_length = item[4], q_length = item[7], offset = k_length - q_length;
-  const int tiles = ceil_divide(k_length, block_kv), down = tiles_down(tiles, falling, deterministic);
+  const int kv_tile = item[0], k_length = item[4], q_length = item[7], offset = k_length - q_length, down = item[17];
+  const int tiles = ceil_divide(k_length, block_kv);
   const int last_row = min((q_tile + 1) * block_q, q_length) - 1;
   const int first = divide(max(q_tile * block_q + offset - window_left, 0), block_kv);
   const int last = min(divide(last_row + offset + window_right, block_kv), tiles - 1);

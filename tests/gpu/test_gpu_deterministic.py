@@ -10,6 +10,12 @@ from problems import DEVICE, DTYPES, TUNED, Inputs, Problem
 from reference import Results
 
 LENGTHS = ((0, 3), (200, 200), (1, 77), (129, 128), (64, 64), (31, 0), (300, 350))
+MANY_ITEMS = [  # more than seven for each block: kv tiles from the last one down in all but the last section of heads
+    Problem(64, seqlen_q=390, batch=16, heads=20, kv_heads=20, causal=True),
+    Problem(128, seqlen_q=390, batch=15, heads=64, kv_heads=32, causal=True, dtype="float16"),
+    Problem(256, seqlen_q=390, seqlen_k=450, batch=9, heads=16, kv_heads=16, causal=True),
+    Problem(192, 128, lengths=((390, 390), (200, 260), (500, 380)) * 12, heads=10, kv_heads=10, causal=True),
+]
 KINDS = {
     "full": {},
     "causal": {"causal": True},
@@ -56,7 +62,8 @@ def test_B48_results_repeat_bitwise(dims, kind, busy, seed):
                                      Problem(128, seqlen_q=1024, causal=True, heads=12, kv_heads=4),
                                      Problem(192, 128, 300, heads=16, kv_heads=1),
                                      Problem(256, seqlen_q=257, causal=True),
-                                     Problem(64, lengths=LENGTHS, window=(100, 0), sinks="float32")], ids=str)
+                                     Problem(64, lengths=LENGTHS, window=(100, 0), sinks="float32"),
+                                     *MANY_ITEMS], ids=str)
 def test_a_thousand_runs_beside_other_work(problem, busy, seed):
     assert_repeats(replace(problem.inputs(seed), deterministic=True), 1000 if DEVICE == "cuda" else 3, busy)
 
@@ -109,6 +116,12 @@ def test_workspace_grows_with_the_lengths_not_with_their_product(dims, causal):
     long = peak(16384, True)
     assert long <= 4.4 * peak(4096, True)
     assert long <= 1.5 * peak(16384, False)
+
+
+@pytest.mark.parametrize("problem", MANY_ITEMS, ids=str)
+def test_many_items_finish_on_few_sms(problem, seed):
+    x = replace(problem.inputs(seed), deterministic=True)
+    check(x, step_on_few_sms(x, free_sms=6))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
