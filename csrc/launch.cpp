@@ -205,7 +205,7 @@ void launch_backward(const Problem& problem, const Selection& selection, const B
   params.tickets = workspace.tickets;
   params.splits = selection.splits;
   params.falling = selection.falling;
-  params.deterministic = problem.deterministic;
+  params.deterministic = selection.deterministic;
   params.heads_per_split = params.heads / params.kv_heads / selection.splits;
   params.kv_heads_split = params.kv_heads * selection.splits;
   params.dk_parts = workspace.dk_parts;

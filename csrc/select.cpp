@@ -202,6 +202,11 @@ Selection select_backward(const Problem& problem) {
     selection.finish_dk = find_finish(problem, main.block_kv, main.head_dim);
     selection.finish_dv = find_finish(problem, main.block_kv, main.head_dim_v);
   }
+  if (problem.deterministic) {
+    const int64_t rows = problem.batch * problem.kv_heads * selection.splits;
+    const bool many = rows * tile_count(problem, problem.seqlen_k, main.block_kv) >= 7 * problem.num_sms;  // docs/kernels.md
+    selection.deterministic = selection.falling && many ? 2 : 1;
+  }
   selection.workspace_bytes = backward_workspace(problem, selection, nullptr).bytes;
   return selection;
 }
@@ -221,7 +226,7 @@ std::string reason(const Problem& problem, const Selection& selection) {
     text << "least padding of head dims " << dims(problem.head_dim, problem.head_dim_v) << "; " << selection.splits
          << (selection.splits > 1 ? " blocks share a kv tile, to fill the GPU and keep dQ in L2"
                                   : " block owns a kv tile: they fill the GPU")
-         << (selection.falling ? "; long kv tiles first" : "");
+         << (selection.falling ? selection.deterministic > 1 ? "; long kv tiles last" : "; long kv tiles first" : "");
     if (problem.deterministic) text << "; dQ added in the order of tickets";
   }
   return text.str();

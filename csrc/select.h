@@ -19,6 +19,8 @@ struct Selection {
   int64_t together_keys = 0;  // the same of packed sequences: all heads of one of that many keys, else a group's
   int splits = 1;             // blocks that share the keys of a query tile; backward: a kv tile, each for some query heads
   bool falling = false;       // backward: the first kv tiles of a head are the most work, and come first
+  int deterministic = 0;      // backward: 1: dQ is added in the order of tickets; 2: and there are tickets enough to even out
+                              // long kv tiles that come last (device/backward.cuh)
   int64_t workspace_bytes = 0;
 };
 

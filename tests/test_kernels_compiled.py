@@ -21,7 +21,6 @@ MAIN = [name for name, kernel in KERNELS.items() if kernel["phase"] in ("forward
 # Kernel, less dtype and softcap -> bytes of spill stores and loads together, at most. Reasons: docs/kernels.md.
 SPILLS_ALLOWED = {
     "backward_sm90_d192x128": 84,
-    "forward_sm90_d192x128_general": 32,
 }
 
 SM90_REGISTERS = 65536  # of a multiprocessor; a thread's come in steps of 8

@@ -215,3 +215,16 @@ def test_packed_head_dims_leave_no_box_empty(head_dim, head_dim_v, padded):
         problem = PROBLEM | dict(batch=1, head_dim=head_dim, head_dim_v=head_dim_v)
         assert f"head dims {padded}" in _C.select(phase, **problem, sequences=1)["reason"]
         assert f"head dims {head_dim}/{head_dim_v}" in _C.select(phase, **problem)["reason"]
+
+
+@needs_all_kernels
+@pytest.mark.parametrize("change, order", [
+    (dict(kv_heads=32), "last"),  # 2,048 kv tiles
+    (dict(kv_heads=32, deterministic=False), "first"),
+    (dict(), "first"),  # 512 kv tiles, less than seven for each SM
+    (dict(batch=1, sequences=50, seqlen_q=32768, seqlen_k=32768), "last"),
+])
+def test_deterministic_order_of_kv_tiles(change, order):
+    """Long ones last where enough others follow: blocks then do not wait for each other."""
+    problem = PROBLEM | dict(heads=32, kv_heads=8, seqlen_q=4096, seqlen_k=4096, deterministic=True) | change
+    assert f"long kv tiles {order}" in _C.select("backward", **problem)["reason"]

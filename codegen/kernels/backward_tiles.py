@@ -19,7 +19,7 @@ DQ_THREADS = 2  # each the first of a warp behind the TMA warp; they take q tile
 # What put_item of csrc/device/backward.cuh says about an item. No kv_tile (-1): there is nothing more to do.
 ITEM = (
     "kv_tile", "b", "h_split", "k_begin", "k_length", "kv_base", "q_begin", "q_length", "q_base", "first_q", "end_q", "start_q",
-    "sends_dq", "start_bound", "first_bound", "last_bound", "keys", "down",
+    "sends_dq", "start_bound", "first_bound", "last_bound", "keys",
 )
 
 

@@ -13,8 +13,9 @@ namespace gqa_attn::device {
 //
 // `down` of a head's tiles come first, from the last of them on; the others follow, upwards. Long tiles first balances best. To
 // add in the order of tickets they should come last: a block starts at its diagonal and meets there, one query tile later, what
-// the blocks above have left, so that nobody waits. What is too close to the end to be evened out compromises: the long half so,
-// then the short half, long ones first; blocks start as those of the long half end and wait a little (model: docs/kernels.md).
+// the blocks above have left, so that nobody waits: so it is where `deterministic` is 2, but for the last section, which nothing
+// behind it would even out. It compromises: the long half so, then the short half, long ones first; blocks start as those of the
+// long half end and wait a little (model: docs/kernels.md).
 template <int block_q, int block_kv, int head_dim>
 __device__ __forceinline__ void put_item(int* item, const int* tickets, int batch, int kv_heads_split, int falling,
                                          int deterministic, int seqlen_q, int seqlen_k, int window_left, int window_right,
@@ -45,8 +46,7 @@ __device__ __forceinline__ void put_item(int* item, const int* tickets, int batc
   const int side_by_side = ceil_divide(rows, max(divide(rows, max(enough, 1)), 1));
   const int section = divide(index, side_by_side * tiles);
   index -= section * side_by_side * tiles, behind -= (section + 1) * side_by_side * tiles;
-  const bool evened_out = !falling || (behind > 0 && items >= 7 * static_cast<int>(gridDim.x));
-  const int down = !deterministic ? 0 : evened_out ? tiles : tiles / 2;
+  const int down = falling && deterministic ? (deterministic > 1 && behind > 0 ? tiles : tiles / 2) : 0;
   const int width = min(side_by_side, rows - section * side_by_side), nth = divide(index, max(width, 1));
   const int row = section * side_by_side + index - nth * width, kv_tile = nth < down ? down - 1 - nth : nth;
   const int b = divide(row, kv_heads_split);
@@ -67,10 +67,10 @@ __device__ __forceinline__ void put_item(int* item, const int* tickets, int batc
     item[0] = more ? kv_tile : -1, item[1] = b, item[2] = row - b * kv_heads_split;
     item[3] = k_begin, item[4] = k_length, item[5] = kv_base;
     item[6] = q_begin, item[7] = q_length, item[8] = q_base;
-    item[9] = first, item[10] = end, item[11] = start, item[12] = seen;
+    item[9] = first, item[10] = end, item[11] = start, item[12] = seen ? 1 + down : 0;
     const int bound = offset + window_right - first_key;  // of query tile 0
     item[13] = bound + start * block_q, item[14] = bound + first * block_q, item[15] = bound + (end - 1) * block_q;
-    item[16] = k_length - 1 - first_key, item[17] = down;
+    item[16] = k_length - 1 - first_key;
   }
   __syncwarp();
 }
@@ -81,7 +81,7 @@ template <int block_q, int block_kv>
 __device__ __forceinline__ int dq_rank(const void* item_s, int q_tile, int window_left, int window_right, int deterministic) {
   const int* item = static_cast<const int*>(item_s);
   if (!deterministic || !item[12]) return -1;
-  const int kv_tile = item[0], k_length = item[4], q_length = item[7], offset = k_length - q_length, down = item[17];
+  const int kv_tile = item[0], k_length = item[4], q_length = item[7], offset = k_length - q_length, down = item[12] - 1;
   const int tiles = ceil_divide(k_length, block_kv);
   const int last_row = min((q_tile + 1) * block_q, q_length) - 1;
   const int first = divide(max(q_tile * block_q + offset - window_left, 0), block_kv);
