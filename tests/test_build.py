@@ -138,7 +138,8 @@ def test_torch_symbols(libraries):
 def test_exported_symbols(libraries):
     exported = run("nm", "-D", "-C", "--defined-only", libraries[0]).splitlines()
     assert sorted(line.split(maxsplit=2)[2].split("(")[0] for line in exported) == [
-        "gqa_attn::kernel_table", "gqa_attn::select_backward", "gqa_attn::select_forward"]
+        "gqa_attn::kernel_table", "gqa_attn::reason[abi:cxx11]", "gqa_attn::select_backward", "gqa_attn::select_forward",
+        "gqa_attn::with_padding"]
 
 
 def test_oldest_system(libraries):
