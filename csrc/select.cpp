@@ -70,8 +70,10 @@ const Kernel* find_finish(const Problem& problem, int rows, int head_dim) {
   refuse(Phase::backward_finish, problem);
 }
 
-// Columns of a TMA box: those that a swizzled row holds.
-int box_columns(int tile_columns) { return tile_columns % 64 == 0 ? 64 : 32; }
+// Columns of the narrowest TMA box of a tile: those of a swizzled row. The backward's warpgroups take half of K's each.
+int box_columns(Phase phase, int tile_columns) {
+  return tile_columns % 64 != 0 || (phase == Phase::backward && tile_columns == 192) ? 32 : 64;
+}
 
 constexpr int64_t kL2Bytes = 64 << 20;  // of K and V that still hit in an H100's or H200's 50 to 60 MB, with some luck
 
@@ -161,8 +163,8 @@ int backward_splits(const Problem& p, const Kernel& kernel) {
 Problem with_padding(Problem problem, Phase phase) {
   if (!problem.packed) return problem;
   const Kernel& kernel = *require(phase, problem, mask_of(problem), problem.softcap);
-  const auto pad = [](int64_t& head_dim, int columns) {
-    if (head_dim <= columns - box_columns(columns)) head_dim = columns;
+  const auto pad = [&](int64_t& head_dim, int columns) {
+    if (head_dim <= columns - box_columns(phase, columns)) head_dim = columns;
   };
   pad(problem.head_dim, kernel.head_dim);
   pad(problem.head_dim_v, kernel.head_dim_v);
@@ -205,7 +207,8 @@ Selection select_backward(const Problem& problem) {
   if (problem.deterministic) {
     const int64_t rows = problem.batch * problem.kv_heads * selection.splits;
     const bool many = rows * tile_count(problem, problem.seqlen_k, main.block_kv) >= 7 * problem.num_sms;  // docs/kernels.md
-    selection.deterministic = selection.falling && many ? 2 : 1;
+    const bool one_head = problem.heads == problem.kv_heads * selection.splits;
+    selection.deterministic = selection.falling && many && one_head ? 2 : 1;
   }
   selection.workspace_bytes = backward_workspace(problem, selection, nullptr).bytes;
   return selection;
