@@ -69,7 +69,7 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k=None, *, scale=None, ca
     """`attention` for sequences packed into one tensor: sequence n has the queries cu_seqlens_q[n] ... cu_seqlens_q[n + 1] - 1.
 
     Args:
-        q: [Tq, Hq, D]. On CUDA, D and Dv that lie far apart, such as 144 and 208, cost a copy of the narrower tensors.
+        q: [Tq, Hq, D]. On CUDA, some head dims that are not tuned, such as 144, cost a copy.
         k: [Tk, Hk, D].
         v: [Tk, Hk, Dv].
         cu_seqlens_q: [n + 1], int32, on the device of q, from 0 upwards. On CUDA the host never reads it. Values out of order
