@@ -7,7 +7,7 @@ That finds what compute-sanitizer does not look at: the tensor memory accelerato
 """
 import ctypes
 import sys
-from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 
 import sanitize
 import torch
@@ -31,7 +31,7 @@ class Access(ctypes.Structure):
     _fields_ = [("location", Location), ("flags", c_int)]
 
 
-_KEPT = []  # torch frees tensors until the process ends, by these
+_KEPT = []  # the callbacks: torch calls them until the process ends
 
 
 class GuardedMemory:
@@ -74,7 +74,7 @@ class GuardedMemory:
     def use(self) -> None:
         """From now on for all CUDA tensors of this process, which must not have any yet."""
         callbacks = (ctypes.CFUNCTYPE(c_void_p, c_size_t, c_int, c_void_p)(self.allocate),
-                          ctypes.CFUNCTYPE(None, c_void_p, c_size_t, c_int, c_void_p)(self.free))
+                     ctypes.CFUNCTYPE(None, c_void_p, c_size_t, c_int, c_void_p)(self.free))
         addresses = [ctypes.cast(callback, c_void_p).value for callback in callbacks]
         _KEPT.append(callbacks)
         torch.cuda.memory.change_current_allocator(torch.cuda.memory._CUDAAllocator(torch._C._cuda_customAllocator(*addresses)))

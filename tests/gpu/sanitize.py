@@ -1,5 +1,4 @@
 """One small odd shape per kernel family, forward and backward, for compute-sanitizer; run.py --sanitizer runs it."""
-from collections.abc import Iterator
 from itertools import product
 
 import gqa_attn  # noqa: F401  registers the ops
@@ -19,15 +18,11 @@ def step(x: Inputs) -> None:
     torch.cuda.synchronize()
 
 
-def problems() -> Iterator[Problem]:
+def main() -> None:
     shapes = [*product(TUNED, (DENSE, SHORT, PACKED)), *product(PADDED, (PACKED,))]
     for i, ((dims, shape), mask, deterministic) in enumerate(product(shapes, MASKS, (False, True))):
-        yield Problem(*dims, dtype=DTYPES[i // 2 % 2], batch=1, heads=4, kv_heads=1, dlse=True, deterministic=deterministic,
-                      **shape, **mask)
-
-
-def main() -> None:
-    for problem in problems():
+        problem = Problem(*dims, dtype=DTYPES[i // 2 % 2], batch=1, heads=4, kv_heads=1, dlse=True, deterministic=deterministic,
+                          **shape, **mask)
         x = problem.inputs(0)
         step(x)
         if problem.lengths is not None:  # out of order and out of range

@@ -10,7 +10,9 @@ from problems import DEVICE, DTYPES, TUNED, Inputs, Problem
 from reference import Results
 
 LENGTHS = ((0, 3), (200, 200), (1, 77), (129, 128), (64, 64), (31, 0), (300, 350))
-MANY_ITEMS = [  # more than seven for each block: kv tiles from the last one down in all but the last section of heads
+# More than seven for each block: kv tiles from the last one down in all but the last section of heads; not where a block walks
+# two heads, as in the second.
+MANY_ITEMS = [
     Problem(64, seqlen_q=390, batch=16, heads=20, kv_heads=20, causal=True),
     Problem(128, seqlen_q=390, batch=15, heads=64, kv_heads=32, causal=True, dtype="float16"),
     Problem(256, seqlen_q=390, seqlen_k=450, batch=9, heads=16, kv_heads=16, causal=True),
