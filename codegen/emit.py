@@ -75,7 +75,13 @@ def _row(spec, lowered):
         str(spec.registers),
         str(lowered.smem_bytes),
         "true" if spec.softcap else "false",
+        *(str(_box_columns(lowered, head_dim)) for head_dim in ("p.head_dim", "p.head_dim_v")),
         "true" if spec.zeroed_dq else "false",
         f"launch_{spec.name}",
     ]
     return "{" + ", ".join(cells) + "}"
+
+
+def _box_columns(lowered, head_dim):
+    """Columns of the narrowest box of the tensors whose rows have `head_dim` elements."""
+    return min((int(m["box"][0]) for m in lowered.tensor_maps if m["dims"][0] == head_dim), default=0)

@@ -79,7 +79,7 @@ FORWARD = {
     (192, 128): (
         dict(block_q=128, block_kv=128, output="registers", lazy_rescale=8),
         dict(block_q=128, block_kv=128, output="q_tile", lazy_rescale=8),
-        dict(block_q=128, block_kv=128, output="q_tile", lazy_rescale=8),
+        dict(block_q=128, block_kv=128, output="q_tile", lazy_rescale=8, registers=232, producer_registers=40),
     ),
     (192, 192): dict(block_q=128, block_kv=96, output="q_tile", lazy_rescale=8),
     (256, 256): dict(block_q=128, block_kv=80, output="q_tile", lazy_rescale=8),

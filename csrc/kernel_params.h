@@ -47,12 +47,14 @@ struct KernelParams {
   float* dq_accum = nullptr;  // [batch * heads, q tiles, tile], tiles in accumulator order
   int* dq_state = nullptr;    // [batch * heads, seqlen_q_padded / 64]
   int* tickets = nullptr;     // [1]: drawn so far
-  int falling = 0;            // the first kv tiles of a head are the most work
+  int order = kHeadByHead;    // of items
   int deterministic = 0;      // dQ tiles are added in the order of tickets
   int splits = 1;             // blocks that share a kv tile; forward: the keys of a query tile
   int heads_per_split = 0;    // query heads that one of them walks
   int kv_heads_split = 0;     // kv_heads * splits
-  float* dk_parts = nullptr;  // [batch * kv_heads_split, kv_tiles, tile], where splits > 1
+  int parts = 1;              // of dK and dV, where splits > 1: 1 or splits
+  int part_rows = 0;          // batch * kv_heads * parts
+  float* dk_parts = nullptr;  // [part_rows, kv_tiles, tile]
   float* dv_parts = nullptr;
 
   // backward_finish: one of dq, dk and dv.

@@ -39,10 +39,12 @@ struct Kernel {
   int stages_q;   // query (and dout) tiles in flight
   int stages_kv;  // kv tiles in flight
   int threads;
-  int registers;   // per compute thread
-  int smem_bytes;  // dynamic shared memory of a block
-  bool softcap;    // serves problems with one, and no others
-  bool zeroed_dq;  // backward: adds to a zeroed dQ workspace instead of storing the first tile
+  int registers;      // per compute thread
+  int smem_bytes;     // dynamic shared memory of a block
+  bool softcap;       // serves problems with one, and no others
+  int box_columns;    // of the narrowest TMA box of rows of head_dim
+  int box_columns_v;  // and of head_dim_v
+  bool zeroed_dq;     // backward: adds to a zeroed dQ workspace instead of storing the first tile
   cudaError_t (*launch)(const KernelParams&, cudaStream_t);
 };
 

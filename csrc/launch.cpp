@@ -204,15 +204,19 @@ void launch_backward(const Problem& problem, const Selection& selection, const B
   params.dq_state = workspace.dq_state;
   params.tickets = workspace.tickets;
   params.splits = selection.splits;
-  params.falling = selection.falling;
-  params.deterministic = selection.deterministic;
+  params.order = selection.order;
+  params.deterministic = problem.deterministic;
   params.heads_per_split = params.heads / params.kv_heads / selection.splits;
   params.kv_heads_split = params.kv_heads * selection.splits;
+  params.parts = selection.parts;
+  params.part_rows = params.batch * params.kv_heads * selection.parts;
   params.dk_parts = workspace.dk_parts;
   params.dv_parts = workspace.dv_parts;
 
   if (any) {
-    if (main.zeroed_dq) check(cudaMemsetAsync(workspace.dq_accum, 0, workspace.dq_accum_bytes, stream), "clearing dq");
+    if (workspace.zeroed_bytes > 0) {
+      check(cudaMemsetAsync(args.workspace, 0, workspace.zeroed_bytes, stream), "clearing what blocks add to");
+    }
     run(*selection.prepare, params, stream);
     const int64_t items = workspace.kv_tiles * params.kv_heads_split * params.batch;
     params.blocks = static_cast<int>(std::min<int64_t>(problem.num_sms, items));
@@ -244,9 +248,9 @@ void launch_backward(const Problem& problem, const Selection& selection, const B
          workspace.q_tiles, 1);
   if (selection.splits > 1) {
     finish(*selection.finish_dk, params.dk, true, workspace.dk_parts, args.scale, params.kv_heads, params.head_dim,
-           workspace.kv_tiles, selection.splits);
+           workspace.kv_tiles, selection.parts);
     finish(*selection.finish_dv, params.dv, true, workspace.dv_parts, 1, params.kv_heads, params.head_dim_v, workspace.kv_tiles,
-           selection.splits);
+           selection.parts);
   }
 }
 

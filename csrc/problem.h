@@ -17,6 +17,10 @@ constexpr int64_t padded_head_dim(int64_t head_dim) { return (head_dim + kRowEle
 // Rows that a tensor map of packed sequences has behind each token: at least a tile's (csrc/device/sequences.cuh).
 constexpr int kRaggedRows = 256;
 
+// The order of the backward's items, which are kv tiles of heads (put_item of device/backward.cuh): where all are alike, one head
+// after the other; else tile by tile of many heads, long ones first, or, deterministic, as blocks wait least.
+enum ItemOrder : int { kHeadByHead, kLongFirst, kLongHalfDown, kLongLast };
+
 // What a forward kernel was compiled for; "general" serves windows, softcap and packed sequences, and the others' masks too.
 enum class Mask : int { full, causal, general };
 

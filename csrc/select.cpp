@@ -1,6 +1,7 @@
 #include "select.h"
 
 #include <algorithm>
+#include <array>
 #include <sstream>
 #include <stdexcept>
 
@@ -68,11 +69,6 @@ const Kernel* find_finish(const Problem& problem, int rows, int head_dim) {
     }
   }
   refuse(Phase::backward_finish, problem);
-}
-
-// Columns of the narrowest TMA box of a tile: those of a swizzled row. The backward's warpgroups take half of K's each.
-int box_columns(Phase phase, int tile_columns) {
-  return tile_columns % 64 != 0 || (phase == Phase::backward && tile_columns == 192) ? 32 : 64;
 }
 
 constexpr int64_t kL2Bytes = 64 << 20;  // of K and V that still hit in an H100's or H200's 50 to 60 MB, with some luck
@@ -158,16 +154,22 @@ int backward_splits(const Problem& p, const Kernel& kernel) {
   return static_cast<int>(group);
 }
 
+// Long tiles first balances best; where blocks add in turn, they wait least for each other if long ones come last, which takes
+// enough items behind them to even out, and blocks that walk one head each (docs/kernels.md).
+ItemOrder item_order(const Problem& p, const Kernel& kernel, int splits) {
+  if (!work_falls(p)) return kHeadByHead;
+  if (!p.deterministic) return kLongFirst;
+  const int64_t items = p.batch * p.kv_heads * splits * tile_count(p, p.seqlen_k, kernel.block_kv);
+  return items >= 7 * p.num_sms && p.heads == p.kv_heads * splits ? kLongLast : kLongHalfDown;
+}
+
 }  // namespace
 
 Problem with_padding(Problem problem, Phase phase) {
   if (!problem.packed) return problem;
   const Kernel& kernel = *require(phase, problem, mask_of(problem), problem.softcap);
-  const auto pad = [&](int64_t& head_dim, int columns) {
-    if (head_dim <= columns - box_columns(phase, columns)) head_dim = columns;
-  };
-  pad(problem.head_dim, kernel.head_dim);
-  pad(problem.head_dim_v, kernel.head_dim_v);
+  if (problem.head_dim <= kernel.head_dim - kernel.box_columns) problem.head_dim = kernel.head_dim;
+  if (problem.head_dim_v <= kernel.head_dim_v - kernel.box_columns_v) problem.head_dim_v = kernel.head_dim_v;
   return problem;
 }
 
@@ -198,17 +200,12 @@ Selection select_backward(const Problem& problem) {
   selection.prepare = require(Phase::backward_prepare, problem, Mask::general, false);
   const Kernel& main = *selection.main;
   selection.finish_dq = find_finish(problem, main.block_q, main.head_dim);
-  selection.falling = work_falls(problem);
   selection.splits = backward_splits(problem, main);
+  selection.order = item_order(problem, main, selection.splits);
   if (selection.splits > 1) {
+    selection.parts = problem.deterministic ? selection.splits : 1;
     selection.finish_dk = find_finish(problem, main.block_kv, main.head_dim);
     selection.finish_dv = find_finish(problem, main.block_kv, main.head_dim_v);
-  }
-  if (problem.deterministic) {
-    const int64_t rows = problem.batch * problem.kv_heads * selection.splits;
-    const bool many = rows * tile_count(problem, problem.seqlen_k, main.block_kv) >= 7 * problem.num_sms;  // docs/kernels.md
-    const bool one_head = problem.heads == problem.kv_heads * selection.splits;
-    selection.deterministic = selection.falling && many && one_head ? 2 : 1;
   }
   selection.workspace_bytes = backward_workspace(problem, selection, nullptr).bytes;
   return selection;
@@ -229,7 +226,8 @@ std::string reason(const Problem& problem, const Selection& selection) {
     text << "least padding of head dims " << dims(problem.head_dim, problem.head_dim_v) << "; " << selection.splits
          << (selection.splits > 1 ? " blocks share a kv tile, to fill the GPU and keep dQ in L2"
                                   : " block owns a kv tile: they fill the GPU")
-         << (selection.falling ? selection.deterministic > 1 ? "; long kv tiles last" : "; long kv tiles first" : "");
+         << std::array{"", "; long kv tiles first", "; the long half of the kv tiles first",
+                       "; long kv tiles last"}[selection.order];
     if (problem.deterministic) text << "; dQ added in the order of tickets";
   }
   return text.str();

@@ -13,14 +13,14 @@ struct Selection {
   const Kernel* finish_dq = nullptr;
   const Kernel* finish_dk = nullptr;  // where several blocks share a kv tile
   const Kernel* finish_dv = nullptr;
-  int tile_heads = 1;         // forward: query heads of a group in a tile, each with its part of the tile's rows
-  int head_tiles = 1;         // tiles for the same rows of all heads
-  int64_t section = 1;        // head tiles walked together
-  int64_t together_keys = 0;  // the same of packed sequences: all heads of one of that many keys, else a group's
-  int splits = 1;             // blocks that share the keys of a query tile; backward: a kv tile, each for some query heads
-  bool falling = false;       // backward: the first kv tiles of a head are the most work, and come first
-  int deterministic = 0;      // backward: 1: dQ is added in the order of tickets; 2: and there are tickets enough to even out
-                              // long kv tiles that come last (device/backward.cuh)
+  int tile_heads = 1;             // forward: query heads of a group in a tile, each with its part of the tile's rows
+  int head_tiles = 1;             // tiles for the same rows of all heads
+  int64_t section = 1;            // head tiles walked together
+  int64_t together_keys = 0;      // the same of packed sequences: all heads of one of that many keys, else a group's
+  int splits = 1;                 // blocks that share the keys of a query tile; backward: a kv tile, each for some query heads
+  int parts = 1;                  // backward: float32 buffers for dK and dV of a kv tile, where several blocks share it: one that
+                                  // all add to, or, deterministic, one for each
+  ItemOrder order = kHeadByHead;  // backward
   int64_t workspace_bytes = 0;
 };
 

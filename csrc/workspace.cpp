@@ -57,18 +57,19 @@ BackwardWorkspace backward_workspace(const Problem& p, const Selection& s, void*
   Cutter cutter(base);
   w.q_tiles = tile_count(p, p.seqlen_q - hidden_rows(p), s.main->block_q);
   w.kv_tiles = tile_count(p, p.seqlen_k, s.main->block_kv);
+  if (s.splits > 1) {
+    const int64_t part_rows = p.batch * p.kv_heads * s.parts * w.kv_tiles * s.main->block_kv;
+    w.dk_parts = cutter.cut<float>(part_rows * s.main->head_dim);
+    w.dv_parts = cutter.cut<float>(part_rows * s.main->head_dim_v);
+    if (s.parts < s.splits) w.zeroed_bytes = cutter.bytes();
+  }
   const int64_t rows = p.batch * p.heads * w.q_tiles * s.main->block_q;
-  w.dq_accum_bytes = rows * s.main->head_dim * static_cast<int64_t>(sizeof(float));
   w.dq_accum = cutter.cut<float>(rows * s.main->head_dim);
+  if (s.main->zeroed_dq) w.zeroed_bytes = cutter.bytes();
   w.lse_log2 = cutter.cut<float>(rows);
   w.delta = cutter.cut<float>(rows);
   w.dq_state = cutter.cut<int>(rows / 64);
   w.tickets = cutter.cut<int>(1);
-  if (s.splits > 1) {
-    const int64_t part_rows = p.batch * p.kv_heads * s.splits * w.kv_tiles * s.main->block_kv;
-    w.dk_parts = cutter.cut<float>(part_rows * s.main->head_dim);
-    w.dv_parts = cutter.cut<float>(part_rows * s.main->head_dim_v);
-  }
   w.sequences = cut_plan(cutter, p, w.kv_tiles);
   w.bytes = cutter.bytes();
   return w;

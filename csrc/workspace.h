@@ -28,15 +28,15 @@ ForwardWorkspace forward_workspace(const Problem& problem, const Selection& sele
 // Tiles are in accumulator order (csrc/device/backward.cuh), their head dims the kernel's. Tile counts are per head row, the room
 // for all sequences of a packed batch.
 struct BackwardWorkspace {
+  int64_t zeroed_bytes;  // of the start, which must be zeroed
+  float* dk_parts;       // [batch, kv_heads, parts, kv tiles, tile] where splits > 1
+  float* dv_parts;
   float* dq_accum;  // [batch, heads, q tiles, tile]
   float* lse_log2;  // [batch, heads, seqlen_q padded]
   float* delta;     // the same
   int* dq_state;    // [batch, heads, seqlen_q padded / 64]
   int* tickets;     // [1]
-  float* dk_parts;  // [batch, kv_heads, splits, kv tiles, tile] where splits > 1
-  float* dv_parts;
   SequencePlan sequences;
-  int64_t dq_accum_bytes;
   int64_t q_tiles;
   int64_t kv_tiles;
   int64_t bytes;

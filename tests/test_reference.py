@@ -1,9 +1,11 @@
 """The float64 reference against finite differences, and the rule against results that are wrong."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from cpu import random_inputs
-from reference import Results, absolute_terms, assert_matches, eager, reference
+from reference import Results, _tiny, absolute_terms, assert_close_to_float64, assert_matches, eager, reference
 
 OPTIONS = [
     {},
@@ -100,3 +102,34 @@ def test_chunks_change_nothing(monkeypatch):
     for a, b in zip((*whole, *terms), (*reference(*x), *absolute_terms(*x))):
         torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
     assert isinstance(whole, Results)
+
+
+def test_which_sequences_are_tiny():
+    """By seen pairs, rows, and for each result its elements: eager's largest error is one of few."""
+    x = random_inputs(None, 501, 2503, 4, 2, 1, dtype=torch.bfloat16)
+    bounds_q, bounds_k = torch.tensor([0, 400, 500, 501]), torch.tensor([0, 100, 2500, 2503])
+    tiny = _tiny(x.q, x.k, x.v, None, False, (-1, -1), 0.0, None, bounds_q, bounds_k)
+
+    def by_sequence(flags, bounds):
+        flags = flags.flatten()
+        assert all((flags[start:end] == flags[start]).all() for start, end in zip(bounds, bounds[1:]))
+        return flags[bounds[:-1]].tolist()
+
+    assert by_sequence(tiny.lse, bounds_q) == [False, False, True]
+    assert by_sequence(tiny.out, bounds_q) == by_sequence(tiny.dq, bounds_q) == [True, True, True]  # of 4 heads and head dim 1
+    assert by_sequence(tiny.dk, bounds_k) == by_sequence(tiny.dv, bounds_k) == [True, False, True]
+    assert not tiny.dsinks
+
+
+def test_cosines_of_few_rows_whose_sums_all_but_cancel():
+    expected = torch.randn(2, 1, 32, 64, dtype=torch.float64)
+    expected[:, :, 5] *= 1e-3
+    near = expected + 1e-6 * torch.randn_like(expected)
+    off = near.clone()
+    off[:, :, 5] += 1.5e-4 * torch.randn(2, 1, 64)  # cosine 0.99
+    near[0, 0, 0, 0] += 1e-3  # eager's largest error, of another head
+    for terms_there, wrong in (1e-2, True), (10.0, False):
+        terms = expected.abs()
+        terms[:, :, 5] = terms_there
+        with pytest.raises(AssertionError, match=r"dq: cosine 0.9.* in heads \[5\]") if wrong else nullcontext():
+            assert_close_to_float64("dq", off, expected, near, terms, torch.float16)

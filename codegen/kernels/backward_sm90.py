@@ -143,10 +143,9 @@ def build(spec):
             T.wait_wgmma(0)
 
     @T.macro
-    def write_parts(t, turn, dk_parts, dv_parts):
-        at = (item(t, turn, "b"), item(t, turn, "h_split"), item(t, turn, "kv_base") + item(t, turn, "kv_tile"), 0)
-        T.call_extern("handle", f"{DEV}store_accum<{BM}, {D}>", T.address_of(dk_parts[at]), t.dk.data)
-        T.call_extern("handle", f"{DEV}store_accum<{BM}, {DV}>", T.address_of(dv_parts[at]), t.dv.data)
+    def write_parts(t, part_row, kv_tile, dk_parts, dv_parts, adds):
+        T.call_extern("handle", f"{DEV}write_part<{BM}, {D}>", T.address_of(dk_parts[part_row, kv_tile, 0]), t.dk.data, adds)
+        T.call_extern("handle", f"{DEV}write_part<{BM}, {DV}>", T.address_of(dv_parts[part_row, kv_tile, 0]), t.dv.data, adds)
 
     @T.macro
     def store(tile_s, grad, h, outer, inner):

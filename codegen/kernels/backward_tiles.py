@@ -16,7 +16,8 @@ CONSUMERS = 256  # threads of the two compute warpgroups
 ITEMS = 2  # that may be written down: the TMA warp draws the next ticket while the block is busy
 DQ_THREADS = 2  # each the first of a warp behind the TMA warp; they take q tiles in turn
 
-# What put_item of csrc/device/backward.cuh says about an item. No kv_tile (-1): there is nothing more to do.
+# What put_item of csrc/device/backward.cuh says about an item. No kv_tile (-1): there is nothing more to do. sends_dq: 0,
+# or one more than the head's tiles that come in falling order, by which dq_rank tells the item's turn.
 ITEM = (
     "kv_tile", "b", "h_split", "k_begin", "k_length", "kv_base", "q_begin", "q_length", "q_base", "first_q", "end_q", "start_q",
     "sends_dq", "start_bound", "first_bound", "last_bound", "keys",
@@ -74,7 +75,7 @@ def program(spec, allocate, clear, issue_scores, step, write_parts, write_gradie
     dtype, f32 = spec.dtype, T.float32
     q_outer, q_inner, kv_outer, kv_inner = (size(n) for n in ("q_outer", "q_inner", "kv_outer", "kv_inner"))
     heads, kv_heads, head_dim, head_dim_v = (size(n) for n in ("heads", "kv_heads", "head_dim", "head_dim_v"))
-    batch, kv_heads_split, kv_tile_count = size("batch"), size("kv_heads_split"), size("kv_tiles")
+    part_rows, kv_tile_count = size("part_rows"), size("kv_tiles")
     head_rows, padded, sequences = size("head_rows"), size("seqlen_q_padded"), size("sequences")
     tiles = tile_macros(spec)
     load = tile_loader(CONSUMERS)
@@ -94,8 +95,8 @@ def program(spec, allocate, clear, issue_scores, step, write_parts, write_gradie
         dout: view("dout", q_outer, q_inner, heads, head_dim_v, dtype),
         dk: view("dk", kv_outer, kv_inner, kv_heads, head_dim, dtype),
         dv: view("dv", kv_outer, kv_inner, kv_heads, head_dim_v, dtype),
-        dk_parts: T.Tensor([batch, kv_heads_split, kv_tile_count, BM * D], f32),
-        dv_parts: T.Tensor([batch, kv_heads_split, kv_tile_count, BM * DV], f32),
+        dk_parts: T.Tensor([part_rows, kv_tile_count, BM * D], f32),
+        dv_parts: T.Tensor([part_rows, kv_tile_count, BM * DV], f32),
         lse_log2: T.Tensor([head_rows, padded], f32),
         delta: T.Tensor([head_rows, padded], f32),
         dq_accum: T.Tensor([head_rows, padded // BN, BN * D], f32),
@@ -115,7 +116,10 @@ def program(spec, allocate, clear, issue_scores, step, write_parts, write_gradie
         window_right: T.int32,
         splits: T.int32,
         heads_per_split: T.int32,
-        falling: T.int32,
+        parts: T.int32,
+        batch: T.int32,
+        kv_heads_split: T.int32,
+        order: T.int32,
         deterministic: T.int32,
         blocks: T.int32,
     ):
@@ -172,7 +176,10 @@ def program(spec, allocate, clear, issue_scores, step, write_parts, write_gradie
                     T.wait_wgmma(0)
                     count = end
                     if splits > 1:
-                        write_parts(t, turn, dk_parts, dv_parts)
+                        write_parts(
+                            t, divide((item(t, turn, "b") * kv_heads_split + item(t, turn, "h_split")) * parts, splits),
+                            item(t, turn, "kv_base") + item(t, turn, "kv_tile"), dk_parts, dv_parts, parts < splits,
+                        )
                     else:
                         write_gradients(t, turn, dk, dv, scale, sequences > 0)
                     T.barrier_arrive(t.kv_empty)
@@ -186,7 +193,7 @@ def program(spec, allocate, clear, issue_scores, step, write_parts, write_gradie
                     while kv_tile >= 0:
                         T.call_extern(
                             "handle", f"{DEV}put_item<{BN}, {BM}, {D}>", T.address_of(t.item_s[slot(turn, ITEMS), 0]),
-                            tickets.data, batch, kv_heads_split, falling, deterministic, seqlen_q, seqlen_k, window_left,
+                            tickets.data, batch, kv_heads_split, order, deterministic, seqlen_q, seqlen_k, window_left,
                             window_right, sequences, begins_q.data, ends_q.data, begins_k.data, ends_k.data, plan.data,
                         )
                         kv_tile = item(t, turn, "kv_tile")

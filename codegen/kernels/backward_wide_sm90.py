@@ -158,13 +158,16 @@ def build(spec):
         if deterministic > 0:
             T.barrier_arrive(t.dq_added[slot(count, DQ_THREADS)])
 
+    def write_part(t, parts, part_row, kv_tile, adds):
+        at = T.address_of(parts[part_row, kv_tile, 0])
+        return T.call_extern("handle", f"{DEV}write_part<{BM}, {D}>", at, t.sums.data, adds)
+
     @T.macro
-    def write_parts(t, turn, dk_parts, dv_parts):
-        at = (item(t, turn, "b"), item(t, turn, "h_split"), item(t, turn, "kv_base") + item(t, turn, "kv_tile"), 0)
+    def write_parts(t, part_row, kv_tile, dk_parts, dv_parts, adds):
         if second() == 0:
-            T.call_extern("handle", f"{DEV}store_accum<{BM}, {D}>", T.address_of(dv_parts[at]), t.sums.data)
+            write_part(t, dv_parts, part_row, kv_tile, adds)
         else:
-            T.call_extern("handle", f"{DEV}store_accum<{BM}, {D}>", T.address_of(dk_parts[at]), t.sums.data)
+            write_part(t, dk_parts, part_row, kv_tile, adds)
 
     @T.macro
     def write_gradients(t, turn, dk, dv, scale, packed):

@@ -33,7 +33,7 @@ def view(name, outer, inner, heads, head_dim, dtype):
 def accum_index(i, j, rows):
     """Place of [i, j] in a float32 tile of the workspace, in the order of a wgmma accumulator.
 
-    For each 8 columns 16 bytes of every thread. `store_accum` and `add_dq` of csrc/device/backward.cuh write it too.
+    For each 8 columns 16 bytes of every thread. `write_part` and `add_dq` of csrc/device/backward.cuh write it too.
     """
     return (j // 8) * (rows * 8) + (i // 16) * 128 + (i % 8) * 16 + ((j % 8) // 2) * 4 + ((i // 8) % 2) * 2 + j % 2
 

@@ -49,8 +49,8 @@ def build(spec):
     seqlen_q, head_rows, sequences = size("seqlen_q"), size("head_rows"), size("sequences")
     lse_row_stride = T.dynamic("lse_row_stride", "int64")
     q_tiles = T.ceildiv(seqlen_q, BM)
-    # Of the general kernel: one more than Q's ring, since an item is written while the one before it is loaded, and one since it
-    # is read until O is stored.
+    # Of the general kernel: one more than Q's ring, since an item is written before the wait for its place, and one since it is
+    # read until O is stored.
     ITEMS = SQ + 2
     out_chunk = 64 if DV % 64 == 0 else 32  # columns of one TMA store: the width of the tile's swizzle
     by_rows = T.GemmWarpPolicy.FullRow
@@ -64,9 +64,6 @@ def build(spec):
 
     def item(item_s, turn, field):
         return item_s[slot(turn, ITEMS), ITEM.index(field)]
-
-    def put_item(item_s, turn, *order):
-        return T.call_extern("handle", f"{DEV}put_item<{BM}, {BN}>", T.address_of(item_s[slot(turn, ITEMS), 0]), turn, *order)
 
     def place(b, begin, length, row):
         return tile_place(sequences > 0, b, begin, length, row) if general else (b, row)
@@ -409,17 +406,18 @@ def build(spec):
                     k_length = T.alloc_var("int32", init=0)
                     k_begin = T.alloc_var("int32", init=0)
                     group = work("divide", heads, kv_heads)
-                    order = (
-                        blocks, batch, kv_heads, group, head_tiles, tile_rows, splits, section, together_keys, seqlen_q, seqlen_k,
-                        window_left, window_right, sequences, begins_q.data, ends_q.data, begins_k.data, ends_k.data, plan.data,
-                    )
                     if general:
-                        put_item(item_s, 0, *order)
                         n = 1
                     else:
                         index = work(work_index, turn, blocks)
                     while n > 0 if general else index < items:
                         if general:
+                            T.call_extern(
+                                "handle", f"{DEV}put_item<{BM}, {BN}>", T.address_of(item_s[slot(turn, ITEMS), 0]), turn,
+                                blocks, batch, kv_heads, group, head_tiles, tile_rows, splits, section, together_keys, seqlen_q,
+                                seqlen_k, window_left, window_right, sequences, begins_q.data, ends_q.data, begins_k.data,
+                                ends_k.data, plan.data,
+                            )
                             row = item(item_s, turn, "row")
                             b = item(item_s, turn, "b")
                             h = item(item_s, turn, "h")
@@ -447,9 +445,6 @@ def build(spec):
                             if tx == consumers:
                                 T.barrier_arrive(t.q_full[slot(turn, SQ)])  # with n = 0
                         for it in T.serial(n):
-                            if general:
-                                if it == n - 1:  # while the ring is full: an item takes a microsecond to draw and look up
-                                    put_item(item_s, turn + 1, *order)
                             T.barrier_wait(t.k_empty[slot(count, SKV)], phase(count, SKV) ^ 1)
                             load(k, kv_head, t.k_s, t.k_full, count, *place(b, k_begin, k_length, kv_tile * BN))
                             T.barrier_wait(t.v_empty[slot(count, SKV)], phase(count, SKV) ^ 1)

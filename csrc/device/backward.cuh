@@ -11,13 +11,13 @@ namespace gqa_attn::device {
 // run side by side as their dQ stays in L2. The plan (csrc/sequences.cu) is a count and (sequence, its first place in the plan)
 // for each kv tile. For a whole warp, which may read `item` afterwards. (const int* tickets: TileLang sees no writes through it.)
 //
-// `down` of a head's tiles come first, from the last of them on; the others follow, upwards. Long tiles first balances best. To
-// add in the order of tickets they should come last: a block starts at its diagonal and meets there, one query tile later, what
-// the blocks above have left, so that nobody waits: so it is where `deterministic` is 2, but for the last section, which nothing
-// behind it would even out. It compromises: the long half so, then the short half, long ones first; blocks start as those of the
-// long half end and wait a little (model: docs/kernels.md).
+// `down` of a head's tiles come first, from the last of them on; the others follow, upwards. Long tiles first (kLongFirst)
+// balances best. To add in the order of tickets they should come last (kLongLast): a block starts at its diagonal and meets
+// there, one query tile later, what the blocks above have left, so that nobody waits; but for the last section, which nothing
+// behind it would even out. It compromises (kLongHalfDown): the long half so, then the short half, long ones first; blocks start
+// as those of the long half end and wait a little (model: docs/kernels.md).
 template <int block_q, int block_kv, int head_dim>
-__device__ __forceinline__ void put_item(int* item, const int* tickets, int batch, int kv_heads_split, int falling,
+__device__ __forceinline__ void put_item(int* item, const int* tickets, int batch, int kv_heads_split, int order,
                                          int deterministic, int seqlen_q, int seqlen_k, int window_left, int window_right,
                                          int sequences, const int* begins_q, const int* ends_q, const int* begins_k,
                                          const int* ends_k, const int* plan) {
@@ -41,12 +41,12 @@ __device__ __forceinline__ void put_item(int* item, const int* tickets, int batc
   }
   const int tiles = max(ceil_divide(k_length, block_kv), 1);
   int enough = 1;
-  if (falling) enough = divide(gridDim.x, max(tiles / 2, 1));
+  if (order != kHeadByHead) enough = divide(gridDim.x, max(tiles / 2, 1));
   else if (deterministic) enough = divide((40 << 20) / (head_dim * 4), max(q_length, 1));
   const int side_by_side = ceil_divide(rows, max(divide(rows, max(enough, 1)), 1));
   const int section = divide(index, side_by_side * tiles);
   index -= section * side_by_side * tiles, behind -= (section + 1) * side_by_side * tiles;
-  const int down = falling && deterministic ? (deterministic > 1 && behind > 0 ? tiles : tiles / 2) : 0;
+  const int down = order != kHeadByHead && deterministic ? (order == kLongLast && behind > 0 ? tiles : tiles / 2) : 0;
   const int width = min(side_by_side, rows - section * side_by_side), nth = divide(index, max(width, 1));
   const int row = section * side_by_side + index - nth * width, kv_tile = nth < down ? down - 1 - nth : nth;
   const int b = divide(row, kv_heads_split);
@@ -163,26 +163,30 @@ __device__ __forceinline__ void pass_turn(const int* states, int64_t at, int ran
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(states + at), "r"(rank + 1) : "memory");
 }
 
+__device__ __forceinline__ void add4(float* at, const float* x) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+
 // A warpgroup's half of N columns of a 64-row dQ tile, added from registers to the workspace's accumulator order.
 template <int N>
 __device__ __forceinline__ void add_dq(float* dq, const float* accum) {
   float* at = dq + (threadIdx.x >> 7) * (32 * N) + (threadIdx.x & 127) * 4;
 #pragma unroll
-  for (int j = 0; j < N / 16; ++j) {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at + j * 512), "f"(accum[4 * j]),
-                 "f"(accum[4 * j + 1]), "f"(accum[4 * j + 2]), "f"(accum[4 * j + 3])
-                 : "memory");
-  }
+  for (int j = 0; j < N / 16; ++j) add4(at + j * 512, accum + 4 * j);
 }
 
-// Accumulators of a [rows, N] tile, of which a warpgroup has 64 rows, to the workspace in the order that backward_finish reads:
-// for each 8 columns 16 bytes of every thread.
+// Accumulators of a [rows, N] tile, of which a warpgroup has 64 rows, stored in or added to the workspace in the order that
+// backward_finish reads: for each 8 columns 16 bytes of every thread.
 template <int rows, int N>
-__device__ __forceinline__ void store_accum(float* tile, const float* accum) {
-  float4* at = reinterpret_cast<float4*>(tile) + (rows == 128 ? threadIdx.x : threadIdx.x % 128);
+__device__ __forceinline__ void write_part(float* tile, const float* accum, bool adds) {
+  float* at = tile + (rows == 128 ? threadIdx.x : threadIdx.x % 128) * 4;
 #pragma unroll
-  for (int j = 0; j < N / 8; ++j)
-    at[j * rows * 2] = make_float4(accum[4 * j], accum[4 * j + 1], accum[4 * j + 2], accum[4 * j + 3]);
+  for (int j = 0; j < N / 8; ++j, at += rows * 8) {
+    const float* x = accum + 4 * j;
+    if (adds) add4(at, x);
+    else *reinterpret_cast<float4*>(at) = make_float4(x[0], x[1], x[2], x[3]);
+  }
 }
 
 }  // namespace gqa_attn::device

@@ -9,7 +9,8 @@ from problems import DTYPES, TUNED, Inputs, Problem
 DENSE = dict(seqlen_q=137, seqlen_k=133)
 SHORT = dict(seqlen_q=3, seqlen_k=2300)  # in parts
 PACKED = dict(lengths=((70, 66), (0, 5), (3, 0), (137, 133)), tail=3)
-PADDED = [(144, 208), (68, 211), (56, 152), (64, 96), (200, 64)]  # q and k or v are far narrower than a tile
+# q and k or v are far narrower than a tile.
+PADDED = [(144, 208), (68, 211), (56, 152), (64, 96), (72, 96), (80, 80), (200, 64)]
 MASKS = [{}, {"causal": True}, {"window": (40, 9), "softcap": 20.0, "sinks": "float32"}]
 
 

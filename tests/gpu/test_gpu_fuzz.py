@@ -9,6 +9,6 @@ def test_fuzz(part, seed):
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("number", [220])
+@pytest.mark.parametrize("number", [220, 230, 543, 1415, 1527, 1741])
 def test_problems_that_failed_once(number):
     assert not (failure := try_problem(number)), failure

@@ -103,12 +103,12 @@ def test_gradient_through_lse_alone(dims, mask, seed):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (33, 40)], ids=str)
 def test_strided_inputs(dims, layout, seed):
-    problem = Problem(*dims, 150, 131, causal=True, window=(66, 0), softcap=20.0, sinks="float32", dlse=True)
-    x = problem.inputs(seed, layout)
+    options = dict(causal=True, window=(66, 0), softcap=20.0, sinks="float32", dlse=True, deterministic=True)
+    x = Problem(*dims, 150, 131, **options).inputs(seed, layout)
     got = run(x)
     check(x, got)
     contiguous = replace(x, **{name: getattr(x, name).contiguous() for name in ("q", "k", "v", "dout")})
-    assert_same(got, run(contiguous), names=("out", "lse", "dk", "dv", "dsinks"))
+    assert_same(got, run(contiguous))
 
 
 @pytest.mark.parametrize("dims", TUNED, ids=str)

@@ -1,5 +1,6 @@
 """Values of forward and backward against float64: the grid of problems, and the public failures that are about values."""
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def test_B04_logits_below_a_finite_stand_in_for_minus_infinity(causal, seed):
 
 @pytest.mark.parametrize("head_dim", [72, 104])
 def test_B20_every_column_of_dq_is_written(head_dim, seed):
-    x = Problem(head_dim, seqlen_q=160, batch=1, heads=8, kv_heads=8).inputs(seed)
+    x = Problem(head_dim, seqlen_q=160, batch=1, heads=8, kv_heads=8, deterministic=True).inputs(seed)
     first = run(x)
     torch.randn(1 << 24, device="cuda").sum()
     second = run(x)
@@ -65,7 +66,7 @@ def test_B21_a_store_stays_inside_its_head(head_dim, seed):
 
 
 def test_B29_structured_activations(seed):
-    x = Problem(256, seqlen_q=160, heads=16, kv_heads=2, causal=True).inputs(seed)
+    x = Problem(256, seqlen_q=160, heads=16, kv_heads=2, causal=True, deterministic=True).inputs(seed)
     for tensor in (x.q, x.k):
         tensor[..., [3, 200]] *= 40
     x.k[:, 0] *= 20
@@ -74,10 +75,9 @@ def test_B29_structured_activations(seed):
     got = run(x)
     want = reference(x.q, x.k, x.v, x.dout, causal=True)
     for b in range(2):
-        alone = run(one := Inputs(*(t[b : b + 1] for t in (x.q, x.k, x.v, x.dout)), causal=True))
+        alone = run(one := replace(x, **{name: getattr(x, name)[b : b + 1] for name in ("q", "k", "v", "dout")}))
         check(one, alone)
-        for name in ("out", "lse", "dk", "dv"):
-            assert torch.equal(getattr(got, name)[b], getattr(alone, name)[0]), (b, name)
+        assert_same(Results(*(each[b : b + 1] for each in got[:5])), alone)
         for name in ("dq", "dk", "dv"):
             actual, expected = getattr(got, name)[b].double().flatten(), getattr(want, name)[b].flatten()
             assert torch.cosine_similarity(actual, expected, dim=0) >= 0.999, (b, name)

@@ -122,7 +122,8 @@ def test_a_nan_stays_in_its_batch_element(dims, name, seed):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (33, 40)], ids=str)
 def test_strided_inputs(dims, layout, seed):
-    x = Problem(*dims, lengths=LENGTHS["empty ones"], tail=3, causal=True, dlse=True).inputs(seed, layout)
+    problem = Problem(*dims, lengths=LENGTHS["empty ones"], tail=3, causal=True, dlse=True, deterministic=True)
+    x = problem.inputs(seed, layout)
     got = run(x)
     check(x, got)
     assert_same(got, run(replace(x, **{name: getattr(x, name).contiguous() for name in ("q", "k", "v", "dout")})))
