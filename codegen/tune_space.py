@@ -69,13 +69,13 @@ def candidates(target):
 
 def _forward(current):
     # One stage of K and V would leave nothing to overlap.
-    for block_q, block_kv, (stages_q, stages_kv), output, lazy_rescale in product(
-            (128, 192), (80, 96, 112, 128, 160, 192), ((1, 2), (2, 2), (1, 3)), ("registers", "own_tile", "q_tile"), (0, 8)):
+    for (block_q, registers, producer_registers), block_kv, (stages_q, stages_kv), output, lazy_rescale in product(
+            (*((128, *split) for split in _SPLITS), (192, 160, 32)), (80, 96, 112, 128, 160, 192), ((1, 2), (2, 2), (1, 3)),
+            ("registers", "own_tile", "q_tile"), (0, 8)):
         if output == "q_tile" and current.head_dim_v > current.head_dim:
             continue  # O leaves through a Q tile
         if output == "registers" and current.mask == "general":
             continue  # only TMA clips at the end of a packed sequence
-        registers, producer_registers = (240, 24) if block_q == 128 else (160, 32)
         yield dict(block_q=block_q, block_kv=block_kv, stages_q=stages_q, stages_kv=stages_kv, output=output,
                    lazy_rescale=lazy_rescale, registers=registers, producer_registers=producer_registers)
 
